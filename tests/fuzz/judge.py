@@ -125,14 +125,13 @@ class Judge:
 
     def _verdict(self, program: Program) -> Verdict:
         text = source_of(program)
+        ours = self._way(program, text, "ours")
         if _cannot_be(program):
-            ours = self._way(program, text, "ours")
-            if isinstance(ours, _Failed) and "memory_budget" in ours.text:
+            if not isinstance(ours, _Failed):
+                return Verdict(Kind.WRONG, "a budget of 120 bytes is kept")
+            if "memory_budget" in ours.text:
                 return Verdict(Kind.RIGHT, ours.about)
-            return Verdict(
-                Kind.WRONG, "a budget of 120 bytes is kept", "" if not isinstance(ours, _Failed) else ours.text
-            )
-        ours, fsdp2 = (self._way(program, text, way) for way in ("ours", "fsdp2"))
+        fsdp2 = self._way(program, text, "fsdp2")
         if isinstance(ours, _Failed):
             return self._of_failure(program, text, ours, fsdp2)
         limit = limit_of(program)
