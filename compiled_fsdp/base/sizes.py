@@ -18,7 +18,9 @@ def parse_size(text: str) -> float:
     """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
     if found is None or found[2] not in _UNITS:
-        raise ValueError("a size is a number of bytes, with a unit if you like: 80GB (10**9 bytes each), 80GiB (2**30)")
+        raise ValueError(
+            "a size is a number of bytes, or has a unit: 80GB (80 * 10**9 bytes), 80GiB (80 * 2**30 bytes)"
+        )
     return float(found[1]) * _UNITS[found[2]]
 
 

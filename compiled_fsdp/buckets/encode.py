@@ -109,8 +109,8 @@ def _kernels() -> ModuleType:
         from compiled_fsdp.buckets.kernels import codec
     except ImportError as error:
         raise RuntimeError(
-            "compiled_fsdp: on GPUs a wire_policy encodes by Triton, which cannot be imported. Install it, or shard "
-            "without wire_policy."
+            "compiled_fsdp: on GPUs wire_policy needs Triton, which cannot be imported. Install it, or shard without "
+            "wire_policy."
         ) from error
     return codec
 

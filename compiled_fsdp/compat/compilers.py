@@ -203,9 +203,7 @@ def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None
         if name not in known:
             raise ValueError(f"compiled_fsdp: option 'inductor': Inductor has no option {name!r}.")
         if name in _RESERVED_OPTIONS:
-            raise ValueError(
-                f"compiled_fsdp: option 'inductor': {name!r} is what the backend itself works with; leave it out."
-            )
+            raise ValueError(f"compiled_fsdp: option 'inductor': the backend itself sets {name!r}; leave it out.")
 
 
 def source_hash(*directories: Path) -> str:

@@ -85,8 +85,8 @@ def inline_nested_regions(gm: torch.fx.GraphModule) -> None:
     for _, body in _bodies(gm):
         if body.meta.get("nested_region_config") is not None:
             raise NotImplementedError(
-                "compiled_fsdp: torch.compiler.nested_compile_region(options=...) compiles a region alone, and the "
-                "collectives inside of it would be hidden by nothing. Leave its options out."
+                "compiled_fsdp: torch.compiler.nested_compile_region(options=...) compiles a region by itself, so "
+                "no compute outside of it could hide its collectives. Leave its options out."
             )
         inline_nested_regions(body)
     calls = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)

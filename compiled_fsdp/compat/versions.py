@@ -66,7 +66,7 @@ def check_version() -> None:
     lost = ", ".join(sorted({name for names in missing.values() for name in names}))
     warnings.warn(
         f"compiled_fsdp: this version was tested with {_versions()}, and not with torch {torch.__version__}."
-        + (f" It has no {lost}: what needs that is an error." if lost else ""),
+        + (f" This torch has no {lost}, so features that need it raise an error." if lost else ""),
         stacklevel=2,
     )
 

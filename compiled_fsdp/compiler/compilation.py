@@ -468,7 +468,7 @@ class Compilation:
         assert self._agreement is not None
         check_can_be_followed(bound)
         log.info(
-            "this rank's code for %s follows the plan of other code, since the other ranks do not have the same code",
+            "this rank's code for %s follows the plan of other code, because the other ranks have different code",
             region_for_people(self.signature, self.param_names),
         )
         self.reports.clear()

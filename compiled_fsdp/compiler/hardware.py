@@ -87,8 +87,8 @@ def measured_for(region: Region) -> Hardware | None:
             if not ranks.issuperset(group.ranks):
                 raise ValueError(
                     f"measure_hardware was called with a mesh of ranks {_listed(ranks)}, but the model is on a mesh of "
-                    f"ranks {_listed(group.ranks)}, whose others may have measured something else: with replicas give "
-                    "it fully_shard's mesh of two dimensions; with tensor parallelism give every rank the same "
+                    f"ranks {_listed(group.ranks)}, and the other ranks may have measured other values. With replicas "
+                    "pass fully_shard's mesh of two dimensions; with tensor parallelism give every rank the same "
                     "Hardware in the option 'hardware' instead."
                 )
             return hardware

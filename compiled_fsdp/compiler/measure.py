@@ -131,9 +131,9 @@ def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None
         if worst is not None and off_by(worst) > _MOST_OFF:
             is_kept = False
             log.warning(
-                "measure_hardware: the %s times of %d ranks are off their curve by %.0f%% (median) after %d tries: "
-                "something else was running. This process plans with them, but they are not kept for later ones. "
-                "Measure again when the machine is idle.",
+                "measure_hardware: the %s times of %d ranks differ from their curve by %.0f%% (median) after %d tries, "
+                "probably because other programs were running. This process plans with them, but they are not kept for "
+                "later processes. Measure again when the machine is idle.",
                 worst.kind, worst.ranks, 100 * off_by(worst), _TRIES,
             )  # fmt: skip
         elif is_first:

@@ -84,8 +84,8 @@ class Options:
         _check_choice("prefetch", self.prefetch, ("before", "after"))
         if self.prefetch == "after" and self.bucket not in ("module", "none"):
             raise ValueError(
-                "compiled_fsdp: option 'prefetch': 'after' is for bucket='module' or 'none', but bucket is "
-                f"{self.bucket!r}, whose launches the planner places."
+                "compiled_fsdp: option 'prefetch': 'after' needs bucket='module' or 'none'. With "
+                f"bucket={self.bucket!r} the planner decides when to launch."
             )
         _check_choice("codegen", self.codegen, ("inductor", "aot_eager"))
         _check_choice("verify", self.verify, ("plan", "full", "off"))

@@ -159,7 +159,7 @@ def planned_graphs(
             return reports(errors_at_graph_breaks()), ()
         except _NotTraced:
             raise RuntimeError(
-                "explain: Dynamo did not trace the call, which would be made instead of planned: torch.compile is "
+                "explain: Dynamo did not trace the call, so it would run and not be planned. Either torch.compile is "
                 "switched off (TORCH_COMPILE_DISABLE, torch._dynamo.config.disable, torch.compiler.set_stance), or the "
                 "model's forward computes nothing. Switch torch.compile on, or leave the arguments out."
             ) from None

@@ -48,7 +48,7 @@ def on_recompile_limit(code: CodeType, name: str, value: int, last: bool, reason
     function, limit = _name_of(code), f"torch._dynamo.config.{name} = {value}"
     if last:
         error = RecompileLimit(
-            f"compiled_fsdp: {function} has come to {limit} on this rank. Uncompiled it would call other "
+            f"compiled_fsdp: {function} has reached {limit} on this rank. Uncompiled it would call other "
             f"collectives than the ranks that still run compiled code. The last variant was for: {reason}. "
             f"{_way_out(reason)} Or raise the limit."
         )
@@ -57,8 +57,8 @@ def on_recompile_limit(code: CodeType, name: str, value: int, last: bool, reason
     if function not in _over_limit:
         _over_limit.add(function)
         log.warning(
-            "%s has come to %s on this rank, and is compiled again all the same: uncompiled it would call other "
-            "collectives than the ranks that still run compiled code. The reason: %s. %s",
+            "%s has reached %s on this rank, and is compiled again all the same, because uncompiled it would call "
+            "other collectives than the ranks that still run compiled code. The reason: %s. %s",
             function,
             limit,
             reason,
@@ -88,8 +88,8 @@ def _warn_of_stance() -> None:
     if function not in _told_of_stance:
         _told_of_stance.add(function)
         log.warning(
-            '%s is compiled on this rank in spite of torch.compiler.set_stance("eager_on_recompile"): uncompiled it '
-            'would call other collectives than the ranks that run compiled code. set_stance("force_eager"), on every '
-            "rank, runs it uncompiled.",
+            '%s is compiled on this rank in spite of torch.compiler.set_stance("eager_on_recompile"), because '
+            "uncompiled it would call other collectives than the ranks that run compiled code. To run it uncompiled, "
+            'call set_stance("force_eager") on every rank.',
             function,
         )

@@ -64,8 +64,8 @@ def _check_policy(module: nn.Module, policy: Any) -> None:
     if (problem := _problem_with_a_call(policy, module)) is not None:
         name = getattr(policy, "__name__", type(policy).__name__)
         raise ValueError(
-            "fully_shard: auto_wrap_policy is called with module, recurse and nonwrapped_numel, which does not go with "
-            f"{name}: {problem}. Give further arguments with functools.partial; of a class of policies give an "
+            f"fully_shard: auto_wrap_policy is called with module, recurse and nonwrapped_numel, but {name} does not "
+            f"take them: {problem}. If it has further arguments, use functools.partial; if it is a class, pass an "
             "instance."
         )
 

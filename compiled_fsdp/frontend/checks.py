@@ -169,12 +169,13 @@ def layouts_of(
         if not param.is_contiguous():
             raise NotImplementedError(
                 f"fully_shard does not support non-contiguous parameters yet: {name} has shape {tuple(param.shape)} "
-                f"and strides {param.stride()}. Before, give it others: param.data = param.data.contiguous()."
+                f"and strides {param.stride()}. Make it contiguous first: param.data = param.data.contiguous()."
             )
         if has_spmd_types(param):
             raise NotImplementedError(
-                f"fully_shard: parameter {name} is annotated by spmd_types, which is not kept in forward as FSDP2 does "
-                "it. Shard the model before it is annotated, or with torch.distributed.fsdp.fully_shard."
+                f"fully_shard: parameter {name} has annotations of spmd_types, which compiled_fsdp does not keep in "
+                "forward (FSDP2 does). Shard the model before it is annotated, or with "
+                "torch.distributed.fsdp.fully_shard."
             )
         layouts[param] = layout_of(name, param, *_placement(name, param, shard_placement_fn, mesh, full_mesh))
     dtypes: dict[torch.dtype, str] = {}
@@ -213,8 +214,8 @@ def check_wrapped(
             check_hooks(name, local)
         if wire_policy.gather is not None:
             raise ValueError(
-                f"fully_shard: parameter {name} is a {kind}, which says itself what is gathered of it, so that "
-                f"WirePolicy(gather={wire_policy.gather!r}) cannot. Give its unit a policy without gather."
+                f"fully_shard: parameter {name} is a {kind}, which chooses itself which tensors are gathered, so "
+                f"WirePolicy(gather={wire_policy.gather!r}) cannot encode it. Give its unit a policy without gather."
             )
         if isinstance(param.data, DTensor):
             raise NotImplementedError(
@@ -224,17 +225,18 @@ def check_wrapped(
             )
         if type(reshard_after_forward) is int and 1 < reshard_after_forward < layouts[param].group.size:
             raise NotImplementedError(
-                f"fully_shard: parameter {name} is a {kind}, of which reshard_after_forward={reshard_after_forward} "
-                "would have to keep a part of what is gathered. Use True or False for its unit."
+                f"fully_shard: parameter {name} is a {kind}, which does not work with "
+                f"reshard_after_forward={reshard_after_forward}, because a part of its gathered tensors would have to "
+                "be kept. Use True or False for its unit."
             )
         try:
             with torch.no_grad():
                 layouts[param].shard_of(local)
         except Exception as error:  # the tensor's own code may raise anything
             raise NotImplementedError(
-                f"fully_shard: parameter {name} is a {kind}, which is made of other tensors, as quantized weights are, "
-                f"and cannot be cut into rows: {type(error).__name__}: {error}. If it is frozen, leave it whole on "
-                "each rank: ignored_params."
+                f"fully_shard: parameter {name} is a {kind}, a tensor that is made of other tensors (for example a "
+                f"quantized weight), and it cannot be split into rows: {type(error).__name__}: {error}. If it is "
+                "frozen, keep it whole on each rank: ignored_params."
             ) from error
 
 

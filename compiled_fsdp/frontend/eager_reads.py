@@ -81,9 +81,9 @@ class BlockHandle:
             return block.fulls[index]
         if backward_id() == -1:
             raise RuntimeError(
-                f"compiled_fsdp: {self.parameters[index].name!r}, which autograd needs for backward, was looked at "
-                "outside of a backward. It is not held from forward to backward; shard with "
-                "reshard_after_forward=False to hold it."
+                f"compiled_fsdp: {self.parameters[index].name!r}, which autograd has saved for backward, was read "
+                "outside of a backward. The full parameter is not kept from forward to backward; shard with "
+                "reshard_after_forward=False to keep it."
             )
         if self._backward != backward_id():
             # because references may outlive the backward (retain_graph=True)

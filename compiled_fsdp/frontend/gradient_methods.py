@@ -285,10 +285,10 @@ def _check_that_gradients_came(units: list[Unit]) -> None:
         unit.accumulation.expects_gradients = False
     if trained and all(parameter.param.grad is None for parameter in trained):
         raise NotImplementedError(
-            f"compiled_fsdp: backwards have run, but no gradient of {trained[0].name!r} came, nor of the stage's other "
-            "parameters. Pipeline schedules that split a backward into one for inputs and one for weights (zero "
-            "bubble) look for parameters in the autograd graph, where these are not: use a schedule of full backwards, "
-            "as GPipe, 1F1B and Interleaved1F1B."
+            f"compiled_fsdp: backwards have run, but {trained[0].name!r} and the stage's other parameters got no "
+            "gradient. Pipeline schedules that split a backward into one for inputs and one for weights (zero bubble) "
+            "search the autograd graph for parameters, and sharded parameters are not in it. Use a schedule of full "
+            "backwards, for example GPipe, 1F1B or Interleaved1F1B."
         )
 
 

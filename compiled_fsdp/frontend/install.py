@@ -57,7 +57,9 @@ class Installation:
                 setattr(module, name, theirs)
             else:
                 log.warning(
-                    "uninstall: other code has replaced %s.%s meanwhile; it stays as it is.", module.__name__, name
+                    "uninstall: other code has replaced %s.%s since install(), so it stays as it is.",
+                    module.__name__,
+                    name,
                 )
 
     def __enter__(self) -> Installation:

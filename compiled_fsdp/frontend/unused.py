@@ -33,8 +33,8 @@ def use_all(module: nn.Module, unit: Unit) -> None:
     if wrapped := [parameter.name for parameter in unit.parameters if parameter.wrapped]:
         raise NotImplementedError(
             f"compiled_fsdp: set_reduce_scatter_unused_params: {wrapped[0]!r} has all-gather extensions, or is made of "
-            "other tensors, and cannot be given a gradient of zeros. Shard the modules that are perhaps not used "
-            "apart, or leave the extensions off."
+            "other tensors, and cannot get a gradient of zeros. Make each module that a rank may skip a unit of its "
+            "own, or leave the extensions off."
         )
 
     def forward(*args: Any, **kwargs: Any) -> Any:

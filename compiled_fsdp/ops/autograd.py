@@ -185,9 +185,9 @@ def _zeros_for_fulls(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, list
 
 def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
     raise NotImplementedError(
-        "compiled_fsdp: a gradient of a parameter's gradient was asked for (create_graph=True through a sharded "
-        "parameter). The reduction across ranks is not differentiable; take the penalty on gradients of activations or "
-        "inputs instead, with torch.autograd.grad(loss, inputs, create_graph=True)."
+        "compiled_fsdp: the gradient of a sharded parameter's gradient is needed (create_graph=True), but the "
+        "reduction across ranks is not differentiable. Compute the penalty from gradients of activations or inputs "
+        "instead, with torch.autograd.grad(loss, inputs, create_graph=True)."
     )
 
 

@@ -67,7 +67,7 @@ def _beat(liveness: Liveness, stop: threading.Event) -> None:
                 break
         store.set(key, "")  # from here on this rank's silence means nothing
     except dist.DistError as error:  # the rank itself gets this error, too, when it next asks the store
-        log.debug("no sign of life could be given: %s", error)
+        log.debug("this rank's heartbeat could not be posted: %s", error)
 
 
 class Gone(NamedTuple):

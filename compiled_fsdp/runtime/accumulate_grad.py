@@ -70,10 +70,10 @@ def refuse_hooks_in_inner_backward(units: Sequence[Unit]) -> None:
     for parameter in (parameter for unit in units if unit.reduces for parameter in unit.parameters):
         if parameter.grads.unsharded_accumulated_grad is not None and post_accumulate_grad_hooks(parameter.param):
             raise RuntimeError(
-                f"compiled_fsdp: gradients of {parameter.name!r} wait from earlier microbatches, and its hooks "
-                "(register_post_accumulate_grad_hook) would run twice: under compiled_autograd() a reentrant "
-                "checkpoint's backward ends before the one around it. Use checkpoint(..., use_reentrant=False), or run "
-                "the backward without compiled_autograd()."
+                f"compiled_fsdp: {parameter.name!r} has a pending gradient from earlier microbatches, and its hooks "
+                "(register_post_accumulate_grad_hook) would run twice, because under compiled_autograd() the backward "
+                "of a reentrant checkpoint ends before the backward around it. Use checkpoint(..., "
+                "use_reentrant=False), or run the backward without compiled_autograd()."
             )
 
 

@@ -60,8 +60,8 @@ def encode(parameter: ShardedParameter, local: Tensor) -> Encoded:
     who = f"parameter {parameter.name!r}, a {type(local).__name__}"
     if not hasattr(local, PRE_HOOK):
         raise ValueError(
-            f"compiled_fsdp: {who}, is made of other tensors and has no {PRE_HOOK} that says what to gather of it. "
-            "Define the two hooks of FSDP2's all-gather extensions, or leave it whole on each rank: "
+            f"compiled_fsdp: {who}, is made of other tensors, and has no {PRE_HOOK} that returns the tensors to "
+            "gather. Define the two hooks of FSDP2's all-gather extensions, or keep it whole on each rank: "
             "fully_shard(ignored_params=...)."
         )
     check_hooks(repr(parameter.name), local)
@@ -223,7 +223,7 @@ def _agree(parameters: Sequence[ShardedParameter], texts: list[str], error: Exce
         raise error
     for rank, (theirs, problem) in enumerate(all_ranks):
         if problem:
-            raise failures.RanksDiffer(f"{problem} (rank {rank} of the group said so, all of its ranks stop here)")
+            raise failures.RanksDiffer(f"{problem} (reported by rank {rank} of the group; all its ranks stop)")
         for parameter, text, other in zip(parameters, texts, theirs, strict=False):
             if text != other:
                 raise failures.RanksDiffer(
@@ -276,9 +276,9 @@ class PiecesInFlight:
         for parameter, text in zip(self._parameters, texts, strict=True):
             if parameter.hooks.pieces_text not in (None, text):
                 raise ValueError(
-                    f"compiled_fsdp: {PRE_HOOK} of parameter {parameter.name!r} returned {text}, before it was "
-                    f"{parameter.hooks.pieces_text}: shapes, dtypes and metadata must stay, because ranks compare them "
-                    "once."
+                    f"compiled_fsdp: {PRE_HOOK} of parameter {parameter.name!r} returned {text}, but "
+                    f"{parameter.hooks.pieces_text} in an earlier forward. Shapes, dtypes and metadata must not "
+                    "change, because ranks compare them only once."
                 )
             if not self._is_fake:
                 parameter.hooks.pieces_text = text

@@ -67,7 +67,7 @@ def check_hooks(name: str, tensor: torch.Tensor) -> None:
     if number_of_arguments(tensor) not in (1, 5):
         signature = inspect.signature(getattr(tensor, PRE_HOOK))
         raise ValueError(
-            f"compiled_fsdp: parameter {name} is a {kind} with an invalid {PRE_HOOK}{signature}: expected is "
+            f"compiled_fsdp: parameter {name} is a {kind} with an invalid {PRE_HOOK}{signature}; it must be "
             f"{PRE_HOOK}(self, mesh, outer_size, outer_stride, module, mp_policy), or (self, mesh)."
         )
 

@@ -99,7 +99,7 @@ def data_parallel_slice(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
     shards, replicas = tuple(dims.shard_names), tuple(dims.replicate_names)
     for name in (*shards, *replicas):
         if name not in names:
-            raise ValueError(f"fully_shard: dp_mesh_dims: the mesh has no dimension {name!r}, but {names}.")
+            raise ValueError(f"fully_shard: dp_mesh_dims: the mesh has no dimension {name!r}, only {names}.")
     if not shards:
         raise NotImplementedError(
             f"fully_shard: dp_mesh_dims: replicating over {replicas} alone is not supported; name dimensions to shard "

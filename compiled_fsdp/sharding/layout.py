@@ -155,8 +155,8 @@ def _of_dtensor(name: str, param: Any, mesh: DeviceMesh, dim: int, outer: tuple[
     placements = tuple(param.placements)
     if len(placements) > 2:
         raise NotImplementedError(
-            f"fully_shard: parameter {name} is a DTensor on {len(placements)} mesh dimensions; of tensor and expert "
-            "parallelism at most two are supported."
+            f"fully_shard: parameter {name} is a DTensor on {len(placements)} mesh dimensions; at most two are "
+            "supported, for example expert and tensor parallelism."
         )
     if any(p.is_partial() for p in placements):
         raise NotImplementedError(

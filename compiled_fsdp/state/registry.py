@@ -72,8 +72,8 @@ def parameter_of(param_id: int | torch.Tensor) -> ShardedParameter:
     parameter = _parameters.get(int(param_id))
     if parameter is None:
         raise RuntimeError(
-            f"compiled_fsdp: slot {int(param_id)} belongs to a parameter whose model has been deleted, but a graph "
-            "still reads it; keep the sharded model alive as long as its compiled form or a pending backward."
+            f"compiled_fsdp: a graph reads parameter number {int(param_id)}, whose model has been deleted. Keep the "
+            "sharded model alive as long as its compiled code or a pending backward uses it."
         )
     return parameter
 

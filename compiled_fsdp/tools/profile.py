@@ -127,16 +127,16 @@ class StepProfile:
 
     def __enter__(self) -> StepProfile:
         if self._recorder is not None:
-            raise RuntimeError("profile: it was entered before; make another one by compiled_fsdp.profile(model).")
+            raise RuntimeError("profile: it was entered before; make a new one with compiled_fsdp.profile(model).")
         known = {id(report): report for report in COMPILE_LOG.graphs}
         recorder = Recorder(known, self._param_ids)
         with contextlib.ExitStack() as stack:
             stack.enter_context(watched_by(recorder))
             if profiler_runs():
                 raise RuntimeError(
-                    "profile: a torch.profiler is active already, and there is one at a time; leave it first, and "
-                    "p.trace(FILE) writes what this one records. For names in your own, enter "
-                    "compiled_fsdp.collective_names(model) in its place."
+                    "profile: a torch.profiler is active already, and only one can be active at a time. Leave it "
+                    "first; p.trace(FILE) then writes this profile's trace. To get collectives' names in your own "
+                    "trace, enter compiled_fsdp.collective_names(model) instead of profile."
                 )
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -190,7 +190,7 @@ class StepProfile:
     def step(self) -> None:
         """End a step here, on every rank. If this is never called, steps end after backwards."""
         if self._recorder is None:
-            raise RuntimeError("profile: step() is for inside of `with compiled_fsdp.profile(model) as p`.")
+            raise RuntimeError("profile: call step() inside of `with compiled_fsdp.profile(model) as p`.")
         self._recorder.steps_ended += 1
 
     # ---- figures, once the profile is left ---------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class StepProfile:
             RuntimeError: the profile was not left, or it failed.
         """
         if self._result is None:
-            raise RuntimeError("profile: figures are there once `with compiled_fsdp.profile(model) as p` was left.")
+            raise RuntimeError("profile: read figures after leaving `with compiled_fsdp.profile(model) as p`.")
         return self._result
 
     def __str__(self) -> str:
@@ -239,5 +239,5 @@ class StepProfile:
             RuntimeError: the profile was not left.
         """
         if self._profiler is None or self._result is None:
-            raise RuntimeError("profile: a trace is there once `with compiled_fsdp.profile(model) as p` was left.")
+            raise RuntimeError("profile: write the trace after leaving `with compiled_fsdp.profile(model) as p`.")
         self._profiler.export_chrome_trace(str(file))

@@ -222,7 +222,7 @@ def test_split_backwards_are_refused(rank, world_size, collects):
 
     with (
         mock.patch("torch.distributed.pipelining.stage.stage_backward_input", split) if collects else nullcontext(),
-        pytest.raises(NotImplementedError, match="use a schedule of full backwards"),
+        pytest.raises(NotImplementedError, match="Use a schedule of full backwards"),
     ):
         ours.run(0)
 

@@ -71,7 +71,7 @@ def test_help_does_not_import_torch():
 
 def test_what_is_no_profile_is_an_error(cache):
     (cache / "other.json").write_text("{}")
-    for name, text in (("h1000", "hardware list"), (str(cache / "other.json"), "holds no Hardware")):
+    for name, text in (("h1000", "hardware list"), (str(cache / "other.json"), "does not contain a Hardware")):
         done = CliRunner().invoke(hardware, ["show", name])
         assert done.exit_code == 2
         assert text in done.output.replace("\n", " ")

@@ -218,7 +218,7 @@ def test_tensor_parallel():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--model", "llama9"), "--model llama9: neither one of llama3-8b"),
+        (("--model", "llama9"), "--model must be one of llama3-8b"),
         (("--model", "nowhere:f", "--inputs", "x:y"), "--model nowhere:f: No module named 'nowhere'"),
         (("--model", f"{__name__}:OfMyOwn"), "needs --inputs"),
         (("--model", f"{__name__}:Breaking", "--inputs", f"{__name__}:of_my_own"), "graph breaks"),
@@ -228,17 +228,17 @@ def test_tensor_parallel():
             "--replicate 3 times --tensor-parallel 1 does not divide --world-size 8",
         ),
         (("--model", "tiny", "--tensor-parallel", 4), "--tensor-parallel 4 does not divide the 2 key and value heads"),
-        (("--model", "mixtral-8x7b", "--tensor-parallel", 8), "has experts, which are not split"),
+        (("--model", "mixtral-8x7b", "--tensor-parallel", 8), "the experts of mixtral-8x7b cannot be split"),
         (("--model", "tiny", "--world-size", 1), "is --world-size 1?"),
         (("--model", "tiny", "--world-size", "8,x"), "invalid literal"),
         (("--model", f"{__name__}:failing", "--inputs", f"{__name__}:of_my_own"), "raised OSError: no disk (at "),
-        (("--model", f"{__name__}:of_nothing", "--inputs", f"{__name__}:of_my_own"), "is to return a module"),
-        (("--model", f"{__name__}:OfMyOwn", "--inputs", f"{__name__}:not_a_tuple"), "is to return a tuple"),
-        (("--model", "tiny", "--hardware", "abacus"), "'abacus' is no profile"),
-        (("--model", "tiny", "--hardware", __file__), "holds no Hardware"),
+        (("--model", f"{__name__}:of_nothing", "--inputs", f"{__name__}:of_my_own"), "must return a module"),
+        (("--model", f"{__name__}:OfMyOwn", "--inputs", f"{__name__}:not_a_tuple"), "must return a tuple"),
+        (("--model", "tiny", "--hardware", "abacus"), "'abacus' is not a known profile"),
+        (("--model", "tiny", "--hardware", __file__), "does not contain a Hardware"),
         (("--model", "tiny", "--budget", "much"), "a size is a number of bytes"),
         pytest.param(("--model", "tiny", "--budget", "10kb"), "'memory_budget'", marks=pytest.mark.more),
-        (("--model", "tiny", "--reshard-after-forward", "maybe"), "none of true, false, auto"),
+        (("--model", "tiny", "--reshard-after-forward", "maybe"), "is not true, false, auto"),
         (("--model", "tiny", "--reshard-after-forward", 3), "as an int should be a factor of 8, not 3"),
         (("--model", "tiny", "--json", "/nowhere/x.json"), "there is no folder '/nowhere'"),
         (("--model", "tiny", "--timeline", "x.png"), "must end in .html or .json"),
@@ -268,7 +268,7 @@ def test_a_factory_in_the_current_folder(tmp_path):
 def test_inside_of_a_training_program():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(NotPlannable, match="a process group is there already"):
+        with pytest.raises(NotPlannable, match="there is a process group already"):
             estimate(TINY)
     finally:
         dist.destroy_process_group()

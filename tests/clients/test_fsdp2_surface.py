@@ -260,6 +260,6 @@ def test_types_of_spmd_types_are_refused(monkeypatch):
     with fake_group(2):
         model = nn.Linear(4, 4)
         monkeypatch.setattr(torch.distributed, "_is_spmd_types_available", lambda: True)
-        with pytest.raises(NotImplementedError, match="'weight' of Linear is annotated by spmd_types"):
+        with pytest.raises(NotImplementedError, match="'weight' of Linear has annotations of spmd_types"):
             fully_shard(model)
         fully_shard(model, ignored_params={model.weight}, mp_policy=MixedPrecisionPolicy())

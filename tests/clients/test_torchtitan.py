@@ -305,7 +305,7 @@ def test_what_is_refused(rank, world_size, tmp_path):
         if torch.__version__ < "2.15":
             with pytest.raises(ValueError, match="When dp_mesh_dims is provided, all parameters must be DTensors"):
                 run(folder, [*theirs, typed])
-        with pytest.raises(NotImplementedError, match="'weight' of Embedding is annotated by spmd_types"):
+        with pytest.raises(NotImplementedError, match="'weight' of Embedding has annotations of spmd_types"):
             run(folder, [*plain, typed])
         expected = run(folder, [*theirs, full])  # FSDP2 takes full_dtensor once in a process
         assert_same_as_fsdp2(run(folder, [*plain, full]), expected)

@@ -71,7 +71,7 @@ BAD: list[tuple[str, Any, str]] = [
         for value in (0, -1, 1.5, True, float("nan"), float("inf"), "0", "0GB")
     ),
     *(
-        ("memory_budget", value, f"a size is a number of bytes, with a unit if you like: 80GB .*; but got {value!r}")
+        ("memory_budget", value, f"a size is a number of bytes, or has a unit: 80GB .*; but got {value!r}")
         for value in ("all", "80 apples", "-1GB", "1.5.2GB", "")
     ),
     ("memory_budget", 2, "is 2, which is 2 bytes: no model fits. For 2 % .* give 0.02, for 2 GB give '2GB'"),
@@ -81,7 +81,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("hardware", "H1000", "takes 'auto', 'a10g', 'a100', .*'l40s', but got 'H1000'"),
     ("hardware", 7, "takes 'auto', 'a10g', .*, but got 7"),
     ("hardware", None, "takes 'auto', .*, but got None"),
-    ("prefetch", "after", "'after' is for bucket='module' or 'none', but bucket is 'auto'"),
+    ("prefetch", "after", "'after' needs bucket='module' or 'none'. With bucket='auto' the planner decides"),
 ]
 
 
@@ -108,7 +108,7 @@ def test_prefetch_is_for_a_plan_without_planner(bucket):
     for prefetch in ("before", "after"):
         for fixed in ("module", "none"):
             assert Options.parse({"bucket": fixed, "prefetch": prefetch}).prefetch == prefetch
-    with pytest.raises(ValueError, match=names("prefetch", "'after' is for .*whose launches the planner places")):
+    with pytest.raises(ValueError, match=names("prefetch", "'after' needs .*the planner decides when to launch")):
         Options.parse({"bucket": bucket, "prefetch": "after"})
 
 
@@ -199,12 +199,12 @@ def test_compiled_autograd_refuses_options_when_it_is_called(given, more, match)
     [
         ({"options": {"bukcet": "none"}}, ValueError, "unknown option 'bukcet'.*Did you mean 'bucket'"),
         ({"options": {"bucket": "moduel"}}, ValueError, f"option 'bucket' {BUCKETS}, but got 'moduel'"),
-        ({"options": {"prefetch": "after"}}, ValueError, "option 'prefetch': 'after' is for bucket='module' or 'none'"),
+        ({"options": {"prefetch": "after"}}, ValueError, "option 'prefetch': 'after' needs bucket='module' or 'none'"),
         ({"options": {"hardware": "abacus"}}, ValueError, "option 'hardware' takes 'auto', .*but got 'abacus'"),
         ({"options": ["bucket"]}, ValueError, r"options must be a dict or compiled_fsdp.Options, but got \['bucket'\]"),
         ({"options": {"inductor": {"max_autotuen": True}}}, ValueError,
          "'inductor': Inductor has no option 'max_autotuen'"),
-        ({"options": {"inductor": {"reorder_for_peak_memory": True}}}, ValueError, "the backend itself works with"),
+        ({"options": {"inductor": {"reorder_for_peak_memory": True}}}, ValueError, "the backend itself sets"),
         ({"mode": "fast"}, ValueError, "mode takes 'default', .*but got 'fast'"),
     ],
 )  # fmt: skip

@@ -43,7 +43,7 @@ REFUSALS = {
     r"second derivative": "no second derivatives through a parameter",
     r"option 'bucket': .* shares compiled code with": "a list of buckets that tells equal layers apart",
     r"option 'bucket': no sharded parameter has a name that matches": "a list of buckets with names that are not there",
-    r"wait from earlier microbatches, and its hooks": "microbatches, hooks and a reentrant checkpoint's backward",
+    r"pending gradient from earlier microbatches": "microbatches, hooks and a reentrant checkpoint's backward",
 }
 """Deliberate refusals of compiled_fsdp, although FSDP2 runs the program or has no such option: patterns of messages,
 and the refused feature (docs/differences.md, docs/graph-breaks.md, or the option's docstring)."""

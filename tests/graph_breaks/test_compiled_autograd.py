@@ -423,7 +423,7 @@ def test_microbatches_and_a_reentrant_checkpoint_with_hooks_are_refused(rank, wo
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda param: None)
     microbatch(model, 0, compiled_autograd(codegen="aot_eager"))
-    with pytest.raises(RuntimeError, match=r"wait from earlier microbatches.*use_reentrant=False"):
+    with pytest.raises(RuntimeError, match=r"pending gradient from earlier microbatches.*use_reentrant=False"):
         microbatch(model, 1, compiled_autograd(codegen="aot_eager"))
 
 

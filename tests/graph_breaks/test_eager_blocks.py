@@ -143,7 +143,9 @@ def test_looking_at_what_is_saved():
     with fake_group(2):
         model = fully_shard(nn.Linear(4, 4), reshard_after_forward=True)
         out = model(torch.randn(2, 4, requires_grad=True))
-        with pytest.raises(RuntimeError, match=r"'weight', which autograd needs .* not held from forward to backward"):
+        with pytest.raises(
+            RuntimeError, match=r"'weight', which autograd has saved .* not kept from forward to backward"
+        ):
             _ = out.grad_fn._saved_mat2
         out.sum().backward()
         assert model.weight.grad is not None

@@ -30,7 +30,7 @@ def _saved(node: Any, name: str) -> Any:
     try:
         return getattr(node, name)
     except RuntimeError as error:
-        if "is not held from forward to backward" in str(error):  # a parameter that eager code has read
+        if "is not kept from forward to backward" in str(error):  # a parameter that eager code has read
             return None
         raise
 

@@ -266,7 +266,7 @@ def test_what_is_no_profile(rank, world_size):
         pass
     forward_backward(run, 0)
     p = profiled(model, run)
-    with pytest.raises(RuntimeError, match="make another one"), p:
+    with pytest.raises(RuntimeError, match="make a new one"), p:
         pass
     with pytest.raises(RuntimeError, match="was left"):
         profile(model).json()

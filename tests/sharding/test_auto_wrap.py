@@ -225,9 +225,9 @@ def no_arguments() -> bool:
         ({Block}, r"auto_wrap_policy should be a policy .* such as ModuleWrapPolicy\(\{Block\}\), .* but got set"),
         ("transformer", "but got str"),
         (transformer_auto_wrap_policy,
-         "does not go with transformer_auto_wrap_policy: missing .*'transformer_layer_cls'.*functools.partial"),
-        (ModuleWrapPolicy, "does not go with ModuleWrapPolicy: .* of a class of policies give an instance"),
-        (no_arguments, "does not go with no_arguments: .*unexpected keyword argument 'module'"),
+         "transformer_auto_wrap_policy does not take them: missing .*'transformer_layer_cls'.*functools.partial"),
+        (ModuleWrapPolicy, "ModuleWrapPolicy does not take them: .* if it is a class, pass an instance"),
+        (no_arguments, "no_arguments does not take them: .*unexpected keyword argument 'module'"),
         (CustomPolicy(lambda module: "yes"), "should return False/True or a kwarg dict, but it returned yes"),
         (CustomPolicy(lambda module: {"sharding_strategy": "FULL_SHARD"} if is_block(module) else False),
          "gives 'blocks.0' the argument 'sharding_strategy', which fully_shard does not have; "

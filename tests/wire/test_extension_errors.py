@@ -39,7 +39,7 @@ class Uncut(Split):
             Uncut,
             {},
             NotImplementedError,
-            rf"{UP} of .*cannot be cut into rows: NotImplementedError: not here.*ignored_p",
+            rf"{UP} of .*cannot be split into rows: NotImplementedError: not here.*ignored_p",
         ),
         (Split, {"reshard_after_forward": 2}, NotImplementedError, rf"{UP} of .*reshard_after_forward=2"),
         (Split, {"wire_policy": WirePolicy(gather="int8")}, ValueError, rf"{UP} of .*WirePolicy\(gather='int8'\)"),

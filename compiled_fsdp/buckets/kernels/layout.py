@@ -159,8 +159,7 @@ def to_device(rows: Sequence[object], dtype: torch.dtype, device: torch.device) 
         return torch.tensor(rows, dtype=dtype, device=device)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "compiled_fsdp: a bucket's kernel met tensors that it does not know, inside of a CUDA graph's capture. Run "
-            "the same step with the same tensors on the capturing stream first, or compile with options={'kernels': "
-            "False}."
+            "compiled_fsdp: while a CUDA graph was captured, a bucket got tensors that it has not had before. Run the "
+            "same step with the same tensors on the capturing stream first, or compile with options={'kernels': False}."
         )
     return torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)

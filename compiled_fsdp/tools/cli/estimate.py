@@ -286,13 +286,13 @@ def _model_of(setting: Setting, tensor: DeviceMesh) -> tuple[nn.Module, tuple[An
             raise NotPlannable(f"--model {setting.model} needs --inputs package.module:function, its arguments.")
         model = _called("--model", setting.model, make, *([tensor] if tensor.size() > 1 else []))
         if not isinstance(model, nn.Module):
-            raise NotPlannable(f"--model {setting.model} returned {type(model).__name__}, and is to return a module.")
+            raise NotPlannable(f"--model {setting.model} must return a module, but returned {type(model).__name__}.")
         inputs = _imported("--inputs", setting.inputs)
         args = _called("--inputs", setting.inputs, inputs, setting.batch, setting.sequence)
         if not isinstance(args, (tuple, list)):
             raise NotPlannable(
-                f"--inputs {setting.inputs} returned {type(args).__name__}, and is to return a tuple: the model's "
-                "arguments."
+                f"--inputs {setting.inputs} must return a tuple of the model's arguments, but returned "
+                f"{type(args).__name__}."
             )
         return model, tuple(args)
 
@@ -320,12 +320,12 @@ def _imported(option: str, path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     if not name:
         known = ", ".join(SHAPES)
-        raise NotPlannable(f"{option} {path}: neither one of {known} nor package.module:function.")
+        raise NotPlannable(f"{option} must be one of {known}, or package.module:function, but is {path}.")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:  # ValueError: an empty name
         raise NotPlannable(
-            f"{option} {path}: {_one_line(error)}; it is looked for from the current folder and on PYTHONPATH."
+            f"{option} {path}: {_one_line(error)}; the current folder and PYTHONPATH are searched."
         ) from error
 
 
@@ -336,7 +336,7 @@ def _among_fake_ranks(world_size: int) -> Iterator[None]:
     ``LOCAL_WORLD_SIZE`` is unset meanwhile, so that the hardware says how many ranks are on a node.
     """
     if dist.is_initialized():
-        raise NotPlannable("a process group is there already: plan outside of a training program.")
+        raise NotPlannable("there is a process group already: plan outside of a training program.")
     local = os.environ.pop("LOCAL_WORLD_SIZE", None)
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     try:

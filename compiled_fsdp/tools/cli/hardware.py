@@ -31,9 +31,11 @@ def find(name: str) -> Hardware:
     try:
         return Hardware.from_json(file.read_text())
     except OSError as error:
-        raise click.BadParameter(f"{name!r} is no profile; `compiled-fsdp hardware list` names them.") from error
+        raise click.BadParameter(
+            f"{name!r} is not a known profile; `compiled-fsdp hardware list` names them."
+        ) from error
     except ValueError as error:
-        raise click.BadParameter(f"{str(file)!r} holds no Hardware: {error}") from error
+        raise click.BadParameter(f"{str(file)!r} does not contain a Hardware: {error}") from error
 
 
 def samples_of(name: str) -> tuple[Samples, ...]:
@@ -48,7 +50,7 @@ def samples_of(name: str) -> tuple[Samples, ...]:
     try:
         return samples_from_json(file.read_text())
     except ValueError as error:
-        raise click.BadParameter(f"{str(file)!r} holds no samples: {error}") from error
+        raise click.BadParameter(f"{str(file)!r} does not contain samples: {error}") from error
 
 
 @click.group()

@@ -87,7 +87,9 @@ def split_over(model: Decoder, mesh: DeviceMesh) -> None:
         if count % size:
             raise ValueError(f"--tensor-parallel {size} does not divide the {count} {name} of {shape.name}.")
     if any(isinstance(module, Experts) for module in model.modules()):
-        raise ValueError(f"--tensor-parallel: {shape.name} has experts, which are not split here; use a factory.")
+        raise ValueError(
+            f"--tensor-parallel: the experts of {shape.name} cannot be split; use a factory (--model module:function)."
+        )
     whole, tokens = Replicate(), Shard(1)
     gathered = PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(whole,))
     layer: dict[str, ParallelStyle] = {

@@ -65,7 +65,7 @@ def budget_of(text: str) -> float | None:
         return None
     size = parse_size(text)
     if not size > 0:
-        raise ValueError("a budget is above 0")
+        raise ValueError("must be above 0")
     if why := too_small_a_budget(size):
         raise ValueError(f"it is {why}")
     return size if size <= 1 else float(round(size))
@@ -244,7 +244,7 @@ def _reshard(text: str) -> bool | int | str:
     if text.isdigit() and int(text) > 1:
         return int(text)
     raise click.BadParameter(
-        f"{text!r} is none of true, false, auto, a number of ranks.", param_hint="--reshard-after-forward"
+        f"{text!r} is not true, false, auto or a number of ranks.", param_hint="--reshard-after-forward"
     )
 
 
