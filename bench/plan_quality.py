@@ -43,7 +43,7 @@ SEQUENCES = {"short": 2048, "long": 16384}
 PHASES = ("forward", "backward")
 PLAIN = {
     "one_ahead": PlanRules(bucket="module"),
-    "unbucketed": PlanRules(bucket="none", overlap=False),
+    "unbucketed": PlanRules(bucket="parameter", overlap=False),
 }
 # A tight budget is the least memory of a plan with every collective alone, plus this share of the difference to the
 # memory that compiled_fsdp takes without a budget.

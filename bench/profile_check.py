@@ -136,7 +136,7 @@ def checked(system: Training, rounds: int, timeline: Path) -> dict[str, Any]:
         for _ in range(DRAWN):
             once()
     measured.timeline(timeline)
-    return {**found, "text": str(measured), "table": measured.table(), "profile": measured.json()}
+    return {**found, "text": str(measured), "table": measured.table(), "profile": measured.to_dict()}
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -146,7 +146,7 @@ def worker(options: argparse.Namespace) -> None:
     model = MODELS["mlp"]
     x = model.batch(options.batch, torch.Generator().manual_seed(dist.get_rank()))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
-    measure_hardware(mesh, again=True)
+    measure_hardware(mesh, force=True)
     setting = Setting(options.gbit, model, x, mesh)
     records = {}
     for name in options.systems:

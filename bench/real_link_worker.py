@@ -23,7 +23,7 @@ from bench.link_cases import LAYOUTS
 from bench.link_models import MODELS
 from bench.link_systems import SYSTEMS, Running, Setting
 from bench.memory import alive, traced
-from compiled_fsdp import communication, measure_hardware
+from compiled_fsdp import count_communication, measure_hardware
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 
 LEAST_ROUNDS = 3
@@ -73,7 +73,7 @@ def timed_step(system: Running) -> Step:
     """Run a step, and measure it until it has ended on all ranks."""
     dist.barrier()
     link, inside, start = sent_bytes(), sent_bytes("lo"), time.perf_counter()
-    with communication() as volume:
+    with count_communication() as volume:
         forward, backward = system.step()
     dist.barrier()
     seconds = time.perf_counter() - start
@@ -153,7 +153,7 @@ def measure(options: argparse.Namespace) -> dict[str, Record]:
     setting = Setting(options.gbit, model, x, mesh, layout.options)
     if not options.assumed:  # anew in each setting, because every setting has its own link
         begun = time.perf_counter()
-        hardware = measure_hardware(mesh, **layout.options, again=True)
+        hardware = measure_hardware(mesh, **layout.options, force=True)
         say(f"  measured in {time.perf_counter() - begun:.0f} s: {hardware}")
     systems: dict[str, Running] = {}
     records: dict[str, Record] = {}

@@ -25,8 +25,8 @@ _PUBLIC = {
     "explain": "compiled_fsdp.tools.explain",
     "install": "compiled_fsdp.frontend.install",
     "profile": "compiled_fsdp.tools.profile",
-    "collective_names": "compiled_fsdp.tools.profile",
-    "communication": "compiled_fsdp.base.traffic",
+    "record_collective_names": "compiled_fsdp.tools.profile",
+    "count_communication": "compiled_fsdp.base.traffic",
     "Options": "compiled_fsdp.compiler.options",
     "Hardware": "compiled_fsdp.passes.cost.hardware",
     "measure_hardware": "compiled_fsdp.compiler.measure",
@@ -82,14 +82,14 @@ __all__ = [
     "UnshardHandle",
     "Volume",
     "WirePolicy",
-    "collective_names",
-    "communication",
     "compiled_autograd",
+    "count_communication",
     "explain",
     "fully_shard",
     "install",
     "measure_hardware",
     "profile",
+    "record_collective_names",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
@@ -97,7 +97,7 @@ __all__ = [
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-    from compiled_fsdp.base.traffic import Volume, communication
+    from compiled_fsdp.base.traffic import Volume, count_communication
     from compiled_fsdp.compiler.compiled_autograd import compiled_autograd
     from compiled_fsdp.compiler.measure import measure_hardware
     from compiled_fsdp.compiler.options import Options
@@ -121,14 +121,18 @@ if TYPE_CHECKING:
     from compiled_fsdp.tools.codec_savings import CodecSavings
     from compiled_fsdp.tools.explain import explain
     from compiled_fsdp.tools.explanation import Explanation
-    from compiled_fsdp.tools.profile import StepProfile, collective_names, profile
+    from compiled_fsdp.tools.profile import StepProfile, profile, record_collective_names
     from compiled_fsdp.tools.profile_text import Measurement
     from compiled_fsdp.tools.steps import ModelCall
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        renamed = importlib.import_module("compiled_fsdp.base.renamed")
+        if name not in renamed.FUNCTIONS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        renamed.warn_renamed(f"compiled_fsdp.{name}", f"compiled_fsdp.{renamed.FUNCTIONS[name]}")
+        name = renamed.FUNCTIONS[name]
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value

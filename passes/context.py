@@ -105,7 +105,7 @@ class PassContext:
     # Bytes that are held outside of this graph, if graph breaks divide the forward into several graphs; else 0.
     bytes_outside_graph: float = 0
     # Bytes of optimizer state for each element of a trained parameter.
-    optimizer_bytes: float = 8
+    optimizer_bytes_per_element: float = 8
     # Indices of the reads that stay unsharded from forward to backward, once that is decided for this graph. None: each
     # read as its unit was sharded.
     kept_reads: frozenset[int] | None = None

@@ -220,7 +220,7 @@ def persistent_bytes(ctx: PassContext) -> int:
             continue
         seen.add(read.name)
         elements = 0 if read.in_host_memory else read.elements / read.world
-        of_training = read.grad_itemsize + ctx.optimizer_bytes if read.trainable else 0
+        of_training = read.grad_itemsize + ctx.optimizer_bytes_per_element if read.trainable else 0
         total += elements * (read.shard_itemsize + of_training)
         if read.trainable and read.reduce_spec.adds_accumulated:
             total += read.reduced_bytes

@@ -1,8 +1,8 @@
 """Plan: choose the buckets, their form, and the milestones at which they are launched and waited for.
 
-With ``bucket="auto"`` the planner searches (``plan/search.py``); "module", "none", a size or a list of names fix the
-buckets. All ranks use the first rank's plan, and every rank checks that its own graph stays within the memory budget
-with it.
+With ``bucket="auto"`` the planner searches (``plan/search.py``); "module", "parameter", a size or a list of names fix
+the buckets. All ranks use the first rank's plan, and every rank checks that its own graph stays within the memory
+budget with it.
 """
 
 from __future__ import annotations

@@ -144,7 +144,11 @@ def _step(system: str, shape: Shape, device: torch.device) -> _Step:
     else:
         by_layer(model, fully_shard)
         # 4 bytes per element: AdamW's two moments, in bfloat16 like the parameters
-        options = {"collectives_at_world_size_1": system == KEPT, "overlap": system != SERIAL, "optimizer_bytes": 4}
+        options = {
+            "collectives_at_world_size_1": system == KEPT,
+            "overlap": system != SERIAL,
+            "optimizer_bytes_per_element": 4,
+        }
         run = torch.compile(model, backend="compiled_fsdp", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     return _Step(model, run, tokens_of(shape, device), optimizer)

@@ -1,6 +1,6 @@
 """Count the collectives of a step while it runs: those that the called graphs plan, and those that eager code launches.
 
-with communication() as volume:
+with count_communication() as volume:
     train_step()
 print(volume)
 """
@@ -43,7 +43,7 @@ class Traffic:
 
 @dataclass
 class Volume:
-    """The collectives that were counted inside a ``communication()`` context, by kind.
+    """The collectives that were counted inside a ``count_communication()`` context, by kind.
 
     Kinds are "gather", "reduce" (over the shards) and "all_reduce" (over the replicas). For example,
     ``volume["gather"].launches`` is the number of gathers.
@@ -73,12 +73,12 @@ _counting: list[Volume] = []
 
 
 @contextlib.contextmanager
-def communication() -> Iterator[Volume]:
+def count_communication() -> Iterator[Volume]:
     """Count compiled_fsdp's gathers and reductions while the context lasts; contexts may be nested.
 
     The model's own collectives are not counted. For example::
 
-        with communication() as volume:
+        with count_communication() as volume:
             train_step()
         print(volume["gather"].launches, volume.sent)
     """
@@ -91,7 +91,7 @@ def communication() -> Iterator[Volume]:
 
 
 def counting() -> bool:
-    """Whether a ``communication()`` context is active."""
+    """Whether a ``count_communication()`` context is active."""
     return bool(_counting)
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.base.logs import speaks_for_all
+from compiled_fsdp.base.renamed import warn_renamed
 from compiled_fsdp.base.texts import broadcast_text, gather_texts
 from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.reduction import ReduceSpec
@@ -57,7 +58,11 @@ _LONGEST_COLLECTIVE = 0.06  # sizes stop growing if one collective takes so many
 
 
 def measure_hardware(
-    mesh: DeviceMesh | None = None, *, reshard_after_forward: bool | int | None = None, again: bool = False
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool | int | None = None,
+    force: bool = False,
+    again: bool | None = None,
 ) -> Hardware:
     """Measure the rates that the planner needs: of matrix products, of copies, and of the mesh's collectives.
 
@@ -81,7 +86,8 @@ def measure_hardware(
         mesh: as given to ``fully_shard``: 1-D (by default all ranks), or 2-D with replicas first, whose all-reduce is
             also measured.
         reshard_after_forward: as given to ``fully_shard``: with an int, the gathers of its backward are measured, too.
-        again: measure even if the cache has a result.
+        force: measure even if the cache has a result.
+        again: the old name of ``force``.
 
     Returns:
         The measured hardware, the same on every rank.
@@ -97,10 +103,13 @@ def measure_hardware(
             "sets what it needs)."
         )
     mesh = mesh_of_all_ranks() if mesh is None else mesh
-    return measure(mesh, reshard_after_forward=reshard_after_forward, again=again).hardware
+    if again is not None:
+        warn_renamed("measure_hardware(again=...)", "measure_hardware(force=...)")
+        force = again
+    return measure(mesh, reshard_after_forward=reshard_after_forward, force=force).hardware
 
 
-def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None, again: bool = False) -> Measurement:
+def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None, force: bool = False) -> Measurement:
     """Do the same as ``measure_hardware``, and return the times that the curves are fitted to as well."""
     if mesh.ndim > 2:
         raise ValueError(
@@ -119,7 +128,7 @@ def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None
     part = None if type(reshard_after_forward) is not int else post_forward_group(mesh, reshard_after_forward)
     path = _cache_path(mesh, device, part)
     is_first = not any(mesh.get_coordinate() or ())
-    in_cache = kept(path) if is_first and not again else None
+    in_cache = kept(path) if is_first and not force else None
     found, is_kept = _from_first_rank(mesh, device, *(in_cache or (None, ()))), True
     if found is None:
         # Groups of one kind may lie on nodes differently, so all ranks take the first rank's result for its groups.

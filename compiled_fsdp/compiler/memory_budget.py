@@ -58,7 +58,7 @@ def bytes_outside_graph(options: Options, region: Region) -> float:
             on_device = 0 if parameter.in_host_memory else 1
             total += on_device * shard.nbytes + (parameter.retained.nbytes if parameter.retained is not None else 0)
             if parameter.param.requires_grad:
-                of_training = parameter.gate_dtype.itemsize + options.optimizer_bytes
+                of_training = parameter.gate_dtype.itemsize + options.optimizer_bytes_per_element
                 total += on_device * shard.numel() * of_training
                 total += unsharded * parameter.dtypes.reduced.itemsize if unit.accumulation.enabled else 0
                 total += unsharded * RESIDUAL_ITEMSIZE if parameter.grads.spec.error_feedback else 0

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from compiled_fsdp.base.renamed import BUCKETS, OPTIONS, warn_renamed
 from compiled_fsdp.base.sizes import parse_size, too_small_a_budget
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.pipeline import pass_names
@@ -30,14 +31,14 @@ class Options:
 
     Attributes:
         bucket: which parameters share a collective. "auto": the planner chooses; "module": one bucket for each
-            ``fully_shard`` unit or repeated block; "none": one bucket for each parameter; a number: the megabytes of a
-            bucket (10**6 bytes of full parameters); or your own plan, a list of lists of patterns (``fnmatch``) of
+            ``fully_shard`` unit or repeated block; "parameter": one bucket for each parameter; a number: the megabytes
+            of a bucket (10**6 bytes of full parameters); or your own plan, a list of lists of patterns (``fnmatch``) of
             parameter names, for example ``[["embed*"], ["*.0.*", "*.1.*"]]``. The first list that matches a name
             counts. A parameter that matches no list has a bucket of its own.
         overlap: launch collectives ahead of the compute that hides them. With False, each is launched right before its
             wait.
-        prefetch: with ``bucket="module"`` or ``"none"``, launch the next gather "before" a unit's compute, or "after"
-            it, which takes less memory.
+        prefetch: with ``bucket="module"`` or ``"parameter"``, launch the next gather "before" a unit's compute, or
+            "after" it, which takes less memory.
         codegen: "inductor", or "aot_eager", which runs the rewritten graphs node by node. The latter compiles quickly,
             for tests.
         verify: "plan" checks each rewritten graph against its plan and budget. "full" also checks the graph after every
@@ -51,7 +52,8 @@ class Options:
             a text ("80GB", "60GiB", "0.9"), which becomes a number. With None, the limit is the larger of two: the
             least memory that the step needs plus two of its largest units, or the memory of FSDP2's order (one gather
             ahead, or its prefetch lists). If units are very small, it is more.
-        optimizer_bytes: bytes of optimizer state for each element of a trained parameter, for the memory budget.
+        optimizer_bytes_per_element: bytes of optimizer state for each element of a trained parameter, for the memory
+            budget.
         reshard_after_forward: "as sharded": as ``fully_shard`` was told. "auto": keep those parameters unsharded from
             forward to backward that save the most time under the budget.
         hardware: the hardware to plan for. "auto": the result of ``measure_hardware()``, or else the profile of the
@@ -64,7 +66,7 @@ class Options:
             Inductor. True: always; without a GPU the same ops are torch's own operations, for tests.
     """
 
-    bucket: Literal["auto", "module", "none"] | float | list[list[str]] = "auto"
+    bucket: Literal["auto", "module", "parameter"] | float | list[list[str]] = "auto"
     overlap: bool = True
     prefetch: Literal["before", "after"] = "before"
     codegen: Literal["inductor", "aot_eager"] = "inductor"
@@ -72,7 +74,7 @@ class Options:
     disable_passes: Sequence[str] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)
     collectives_at_world_size_1: bool = False
-    optimizer_bytes: float = 8
+    optimizer_bytes_per_element: float = 8
     memory_budget: float | str | None = None
     reshard_after_forward: Literal["as sharded", "auto"] = "as sharded"
     hardware: str | Hardware = "auto"
@@ -82,9 +84,9 @@ class Options:
     def __post_init__(self) -> None:
         object.__setattr__(self, "bucket", _checked_bucket(self.bucket))
         _check_choice("prefetch", self.prefetch, ("before", "after"))
-        if self.prefetch == "after" and self.bucket not in ("module", "none"):
+        if self.prefetch == "after" and self.bucket not in ("module", "parameter"):
             raise ValueError(
-                "compiled_fsdp: option 'prefetch': 'after' needs bucket='module' or 'none'. With "
+                "compiled_fsdp: option 'prefetch': 'after' needs bucket='module' or 'parameter'. With "
                 f"bucket={self.bucket!r} the planner decides when to launch."
             )
         _check_choice("codegen", self.codegen, ("inductor", "aot_eager"))
@@ -101,10 +103,10 @@ class Options:
                 raise ValueError(
                     f"compiled_fsdp: option {name!r} must be True or False, but got {getattr(self, name)!r}."
                 )
-        if not (_is_number(self.optimizer_bytes) and self.optimizer_bytes >= 0):
+        if not (_is_number(self.optimizer_bytes_per_element) and self.optimizer_bytes_per_element >= 0):
             raise ValueError(
-                "compiled_fsdp: option 'optimizer_bytes' must be a number of bytes >= 0, but got "
-                f"{self.optimizer_bytes!r}."
+                "compiled_fsdp: option 'optimizer_bytes_per_element' must be a number of bytes >= 0, but got "
+                f"{self.optimizer_bytes_per_element!r}."
             )
         if isinstance(self.disable_passes, str) or not isinstance(self.disable_passes, Sequence):
             raise ValueError(
@@ -130,6 +132,10 @@ class Options:
         if options is not None and not isinstance(options, Mapping):
             raise ValueError(f"compiled_fsdp: options must be a dict or compiled_fsdp.Options, but got {options!r}.")
         options = dict(options or {})
+        for old, new in OPTIONS.items():
+            if old in options:
+                warn_renamed(f"option {old!r}", repr(new))
+                options.setdefault(new, options.pop(old))
         known = [f.name for f in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
@@ -156,9 +162,12 @@ def _checked_bucket(bucket: Any) -> Any:
                 f'e.g. [["layers.0.*"], ["layers.1.*", "norm.*"]], but got {bucket!r}.'
             )
         return tuple(map(tuple, bucket))
-    if bucket not in ("auto", "module", "none"):
+    if isinstance(bucket, str) and bucket in BUCKETS:
+        warn_renamed(f"option 'bucket': {bucket!r}", repr(BUCKETS[bucket]))
+        return BUCKETS[bucket]
+    if bucket not in ("auto", "module", "parameter"):
         raise ValueError(
-            "compiled_fsdp: option 'bucket' takes 'auto', 'module', 'none', a number of MB, or a list of lists of "
+            "compiled_fsdp: option 'bucket' takes 'auto', 'module', 'parameter', a number of MB, or a list of lists of "
             f"parameter-name patterns, but got {bucket!r}."
         )
     return bucket

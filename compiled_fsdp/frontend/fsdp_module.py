@@ -118,9 +118,9 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
             for layer, *ahead in zip(layers, layers[1:], layers[2:]):
                 layer.set_modules_to_forward_prefetch(ahead)
 
-        With ``bucket="module"`` or ``"none"`` the compiled graph follows this order, not the default of one unit ahead.
-        With ``bucket="auto"`` the planner simulates this order beside its own plans and takes it if it is faster;
-        without a memory budget, plans may then hold as much memory as this order does.
+        With ``bucket="module"`` or ``"parameter"`` the compiled graph follows this order, not the default of one unit
+        ahead. With ``bucket="auto"`` the planner simulates this order beside its own plans and takes it if it is
+        faster; without a memory budget, plans may then hold as much memory as this order does.
 
         The lists have an effect inside of one graph only. They have none on buckets by size or by names, without
         ``overlap``, across a graph break, or in uncompiled code, where one set of parameters is gathered ahead. The

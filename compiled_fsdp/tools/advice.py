@@ -38,7 +38,7 @@ class Advice:
         """Whether the gain is at least ``MIN_GAIN`` of the call."""
         return self.gain_seconds >= MIN_GAIN * self.step_seconds
 
-    def json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return this advice as plain data, for ``json.dumps``."""
         return {
             "kind": self.kind,

@@ -45,7 +45,7 @@ class CodecSavings:
             f"{megabytes(self.exact_bytes)}, {saves}"
         )
 
-    def json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the same figures as plain data, for ``json.dumps``."""
         return asdict(self) | {"codecs": list(self.codecs), "graphs": list(self.graphs)}
 

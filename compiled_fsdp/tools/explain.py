@@ -51,8 +51,8 @@ def explain(
             given.
 
     Returns:
-        The explanation: ``print()`` it; ``.json()`` is plain data, ``.advice`` and ``.graphs`` are objects; a notebook
-        shows it as HTML.
+        The explanation: ``print()`` it; ``.to_dict()`` is plain data, ``.advice`` and ``.graphs`` are objects; a
+        notebook shows it as HTML.
 
     Raises:
         TypeError: ``args`` is neither a tuple, a list nor a tensor, or ``kwargs`` is not a dictionary.

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from compiled_fsdp.base.renamed import warn_renamed
 from compiled_fsdp.compat.dynamo import graph_breaks
 from compiled_fsdp.compat.previews import backends_of
 from compiled_fsdp.compiler.options import BACKEND
@@ -92,7 +93,7 @@ class Explanation:
         """Return HTML for a notebook: the verdict, and tables that unfold."""
         return as_html(self._lines, self.graphs)
 
-    def json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, for ``json.dumps``.
 
         Returns:
@@ -122,10 +123,15 @@ class Explanation:
                 for call in self.calls
             ],
             "graph_breaks": [{"reason": reason, "line": line} for reason, line in self.graph_breaks],
-            "advice": [advice.json() for advice in self.advice],
-            "codecs": [savings.json() for savings in self.codecs],
+            "advice": [advice.to_dict() for advice in self.advice],
+            "codecs": [savings.to_dict() for savings in self.codecs],
             "prefetched": dict(self.prefetched),
         }
+
+    def json(self) -> dict[str, Any]:
+        """Return ``to_dict()``, whose old name this is."""
+        warn_renamed("Explanation.json()", "to_dict()")
+        return self.to_dict()
 
     @cached_property
     def codecs(self) -> tuple[CodecSavings, ...]:

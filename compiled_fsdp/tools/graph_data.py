@@ -1,4 +1,4 @@
-"""A compiled graph as plain data: an entry of ``graphs`` in ``Explanation.json()``."""
+"""A compiled graph as plain data: an entry of ``graphs`` in ``Explanation.to_dict()``."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
+from compiled_fsdp.base.renamed import warn_renamed
 from compiled_fsdp.base.watch import watched_by
 from compiled_fsdp.compat.profiling import profiled_events, profiler_runs
 from compiled_fsdp.frontend.gradient_methods import units_of
@@ -74,12 +75,12 @@ def profile(model: nn.Module, *, timeout: timedelta = WAIT_FOR_RANKS) -> StepPro
 
 
 @contextlib.contextmanager
-def collective_names(model: nn.Module) -> Iterator[None]:
+def record_collective_names(model: nn.Module) -> Iterator[None]:
     """Give launches and waits the names of their buckets in the record of a ``torch.profiler`` of your own.
 
     ::
 
-        with torch.profiler.profile() as own, compiled_fsdp.collective_names(model):
+        with torch.profiler.profile() as own, compiled_fsdp.record_collective_names(model):
             train_step(batch)
         own.export_chrome_trace("trace.json")
 
@@ -94,7 +95,7 @@ def collective_names(model: nn.Module) -> Iterator[None]:
         RuntimeError: a profile of compiled_fsdp is active, which gives these names already.
         ProfileError: on leaving: a graph ran other collectives than its report lists, so names would be wrong.
     """
-    ids = frozenset(parameter.param_id for parameter in _parameters_of(model, "collective_names"))
+    ids = frozenset(parameter.param_id for parameter in _parameters_of(model, "record_collective_names"))
     recorder = Recorder({}, ids)
     with watched_by(recorder), recorder.at_work():
         yield
@@ -136,7 +137,7 @@ class StepProfile:
                 raise RuntimeError(
                     "profile: a torch.profiler is active already, and only one can be active at a time. Leave it "
                     "first; p.trace(FILE) then writes this profile's trace. To get collectives' names in your own "
-                    "trace, enter compiled_fsdp.collective_names(model) instead of profile."
+                    "trace, enter compiled_fsdp.record_collective_names(model) instead of profile."
                 )
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -208,9 +209,14 @@ class StepProfile:
     def __str__(self) -> str:
         return str(self.result)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data, for ``json.dumps``: see ``Measurement.to_dict``."""
+        return self.result.to_dict()
+
     def json(self) -> dict[str, Any]:
-        """Return everything as plain data, for ``json.dumps``: see ``Measurement.json``."""
-        return self.result.json()
+        """Return ``to_dict()``, whose old name this is."""
+        warn_renamed("StepProfile.json()", "to_dict()")
+        return self.to_dict()
 
     def table(self) -> str:
         """Draw a table with a line for each collective, measured beside planned."""

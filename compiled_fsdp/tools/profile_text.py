@@ -141,7 +141,7 @@ class Measurement:
         except ImportError as error:
             raise ImportError(
                 "profile: table() draws with rich, which is not installed: pip install rich. "
-                "print(p) and p.json() need no library."
+                "print(p) and p.to_dict() need no library."
             ) from error
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), width=WIDTH)
@@ -160,7 +160,7 @@ class Measurement:
         Console(file=text, width=WIDTH, color_system=None, legacy_windows=False).print(table)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
-    def json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain data, for ``json.dumps``. Times are seconds.
 
         Returns:

@@ -21,7 +21,7 @@ MAX_BLOCKS_OF_SMALL_FRAGMENT = 2
 class PlanRules:
     """The rules for a plan, as plain data. The same tasks and rules always give the same plan."""
 
-    # The option ``bucket``: "auto", "module", "none", megabytes (10**6 bytes), or the user's own plan.
+    # The option ``bucket``: "auto", "module", "parameter", megabytes (10**6 bytes), or the user's own plan.
     bucket: str | float | tuple[tuple[str, ...], ...] = "auto"
     # The user's own plan: pairs of a read's index and the number of its bucket.
     user_buckets: tuple[tuple[int, int], ...] = ()
@@ -68,7 +68,7 @@ def choose(tasks: Tasks, rules: PlanRules, *, quick: bool = False) -> tuple[Sche
         found = search(tasks, rules.budget, quick=quick, merge=merge)
         return found.schedule, found.origin
     fixed = {kind: fixed_buckets(tasks, kind, rules) for kind in Kind}
-    if rules.overlap and rules.bucket not in ("auto", "module", "none"):
+    if rules.overlap and rules.bucket not in ("auto", "module", "parameter"):
         found = search(tasks, rules.budget, fixed, quick=quick, bucket=rules.bucket)
         return found.schedule, found.origin
     form = None if rules.is_fragment and rules.bucket == "auto" else FLAT
@@ -100,4 +100,4 @@ def fixed_buckets(tasks: Tasks, kind: Kind, rules: PlanRules) -> Bucketing:
         return by_size(collectives, rules.bucket)
     if not isinstance(rules.bucket, str):
         return by_group(collectives, dict(rules.user_buckets))
-    return one_by_one(collectives) if rules.bucket == "none" else by_unit(collectives)
+    return one_by_one(collectives) if rules.bucket == "parameter" else by_unit(collectives)

@@ -24,7 +24,7 @@ def per_unit(tasks: Tasks, *, bucketing: str = "unit", form: str | None = None, 
     """FSDP2's order: one gather ahead of compute.
 
     Args:
-        bucketing: "unit" for a bucket for each unit or repeated block, "none" for one for each parameter.
+        bucketing: "unit" for a bucket for each unit or repeated block, "parameter" for one for each parameter.
         form: the form of buckets of several tensors; None for the cheapest.
         asked: whether to launch the gathers of the user's prefetch lists ahead instead.
     """

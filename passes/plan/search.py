@@ -150,7 +150,7 @@ def _portfolio(tasks: Tasks, limit: float) -> Iterator[tuple[str, Schedule]]:
     yield "one ahead by unit", per_unit(tasks)
     if tasks.has_prefetch_lists:
         yield "prefetch lists", per_unit(tasks, asked=True)
-    yield "one ahead by parameter", per_unit(tasks, bucketing="none")
+    yield "one ahead by parameter", per_unit(tasks, bucketing="parameter")
     seen = set()
     for name, gathers, reductions in _bucketings(tasks, limit):
         if (gathers, reductions) in seen:

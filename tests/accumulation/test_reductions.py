@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from compiled_fsdp import communication, explain, fully_shard
+from compiled_fsdp import count_communication, explain, fully_shard
 from tests.harness import (
     WAYS,
     assert_same,
@@ -117,7 +117,7 @@ def test_what_is_counted(rank, world_size, run, build):
     for waits in (True, False):
         step(waits)
         gc.collect()
-        with communication() as volume:
+        with count_communication() as volume:
             step(waits)
         times = 1 if waits else 4
         assert (volume["reduce"].tensors, volume["reduce"].bytes) == (13 * times, full * times)
@@ -127,7 +127,7 @@ def test_what_is_counted(rank, world_size, run, build):
             assert 13 * 4 < volume["gather"].tensors <= 13 * 8
         assert volume.sent == (volume["gather"].bytes + volume["reduce"].bytes) // 2
         assert f"reduce: {volume['reduce'].launches} collectives, {13 * times} tensors" in str(volume)
-    with communication() as idle:
+    with count_communication() as idle:
         pass
     assert str(idle) == "no communication"
 

@@ -24,7 +24,7 @@ def captured():
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
     "rules",
-    [PlanRules(), PlanRules(bucket="module"), PlanRules(bucket="none", overlap=False)],
+    [PlanRules(), PlanRules(bucket="module"), PlanRules(bucket="parameter", overlap=False)],
     ids=str,
 )
 def test_both_price_a_plan_alike(captured, phase, rules):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from compiled_fsdp import WirePolicy, communication, explain, fully_shard
+from compiled_fsdp import WirePolicy, count_communication, explain, fully_shard
 from compiled_fsdp.buckets.codec import nbytes
 from tests.harness import WAYS, distributed, forward_backward, shard, variants
 from tests.harness.models import broken, small
@@ -35,7 +35,7 @@ def test_bytes_are_counted_as_they_are_sent(rank, world_size, way):
         model = shard(build(), fully_shard, wire_policy=WirePolicy("int8", "float8_e4m3fn"), reshard_after_forward=True)
         run = WAYS[way](model)
         forward_backward(run, 0)
-        with communication() as volume:
+        with count_communication() as volume:
             forward_backward(run, 1)
         whole = way == "compiled_fsdp" and build is small
         assert {kind: volume[kind].bytes for kind in ("gather", "reduce")} == sent(model, world_size, whole=whole)
@@ -51,7 +51,7 @@ def test_what_crosses_replicas_is_not_encoded(rank, world_size):
         model = shard(small(), fully_shard, wire_policy=WirePolicy(reduce="int8"), mesh=mesh)
         run = way(model)
         forward_backward(run, 0)
-        with communication() as volume:
+        with count_communication() as volume:
             forward_backward(run, 1)
         shards = [-(-p.shape[0] // 2) * p[0].numel() for p in model.parameters()]
         assert volume["reduce"].bytes == 2 * sum(nbytes("int8/256", n) for n in shards)

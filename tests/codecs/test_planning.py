@@ -96,4 +96,4 @@ def test_explain_says_what_codecs_save(policy):
         assert savings.saved_seconds > 0.5 * (savings.exact_bytes - savings.bytes) / SLOW.inside.bytes_per_second
         assert str(savings) in " ".join(line.strip() for line in str(explained).splitlines())
     assert {s.kind: (s.codecs, round(s.bytes / s.exact_bytes, 1)) for s in explained.codecs} == SAVED[policy]
-    assert [s["kind"] for s in explained.json()["codecs"]] == list(SAVED[policy])
+    assert [s["kind"] for s in explained.to_dict()["codecs"]] == list(SAVED[policy])

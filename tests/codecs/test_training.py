@@ -98,7 +98,7 @@ def test_checkpoints(rank, world_size):
 
 @pytest.mark.more
 @distributed(world_size=2)
-@pytest.mark.parametrize("bucket", ["none", "module", 0.01])
+@pytest.mark.parametrize("bucket", ["parameter", "module", 0.01])
 def test_buckets(rank, world_size, bucket):
     """What is gathered does not depend on the bucket, nor on the form of a collective."""
     options = POLICIES["int8"] | {"error_feedback": True}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._dynamo.utils import counters
 
-from compiled_fsdp import communication, explain, fully_shard
+from compiled_fsdp import count_communication, explain, fully_shard
 from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision, taken_by_all
 from compiled_fsdp.ranks import agreement
@@ -75,7 +75,7 @@ def run(rank: int, *sizes: int, **options: Any) -> Seen:
             assert all(
                 torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), grads[-4:], strict=True)
             )
-        with communication() as counted:
+        with count_communication() as counted:
             step(torch.full((sizes[-1], 4), rank + 1.0)).square().sum().backward()
     finally:
         log.removeHandler(handler)
@@ -110,7 +110,7 @@ def scenarios(rank: int, world_size: int, folder: str) -> dict[str, Seen]:
         for path in Path(own, "compiled_fsdp").iterdir():
             path.write_text(path.read_text()[:100])
     next_process("rank 0's notes are damaged")
-    next_process("other options", bucket="none")
+    next_process("other options", bucket="parameter")
     next_process("rank 1 compiles a variant", *((2, 5) if rank == 1 else (2, 2)))
     next_process("rank 1 finds the variant", *((2, 5) if rank == 1 else (2, 2)))
     return results

@@ -129,7 +129,7 @@ def on_gloo(graph: GraphReport) -> list[str]:
     ("options", "reduction"),
     [
         pytest.param({"bucket": "module", "hardware": SCATTERING}, "all_reduce", marks=pytest.mark.more),
-        pytest.param({"bucket": "none", "hardware": EXCHANGING}, "all_to_all", marks=pytest.mark.more),
+        pytest.param({"bucket": "parameter", "hardware": EXCHANGING}, "all_to_all", marks=pytest.mark.more),
         ({"hardware": PROFILES["cpu"]}, "all_to_all"),
         pytest.param({"hardware": GROUPING}, "all_to_all", marks=pytest.mark.more),
         pytest.param({"hardware": SCATTERING, "overlap": False}, "all_reduce", marks=pytest.mark.more),
@@ -154,7 +154,7 @@ def test_gloo_runs_what_was_planned(rank, world_size, options, reduction):
     assert set(kinds) == {"all_gather", reduction}
     if options.get("bucket") == "module":
         assert (kinds.count("all_gather"), kinds.count(reduction)) == (6, 3)
-    if options.get("bucket") == "none":  # a collective for each of 13 parameters
+    if options.get("bucket") == "parameter":  # a collective for each of 13 parameters
         assert counts(model)["forward"] == (13, 0)
         assert counts(model)["backward"][1] == 13
     if options["hardware"] == GROUPING:
@@ -165,9 +165,9 @@ def test_gloo_runs_what_was_planned(rank, world_size, options, reduction):
 @pytest.mark.more
 @distributed(world_size=2)
 def test_the_planner_gathers_and_reduces_everything_once(rank, world_size):
-    """With `bucket="auto"`: however it divides them, the collectives are those of `bucket="none"`."""
+    """With `bucket="auto"`: however it divides them, the collectives are those of `bucket="parameter"`."""
     found = []
-    for bucket in ("auto", "none"):
+    for bucket in ("auto", "parameter"):
         model = shard(small(blocks=2), fully_shard, reshard_after_forward=True)
         forward_backward(compiled(model, bucket=bucket), 0)
         graphs = explain(model).graphs

@@ -69,6 +69,6 @@ def test_equal_to_fsdp2(rank, world_size, op):
 def test_a_parameter_of_both_branches_is_gathered_once(rank, world_size):
     """In front of them, with what the graph reads itself."""
     model = fully_shard(Layer("cond, and outside"))
-    compiled(model, bucket="none")(torch.ones(4, 8)).sum().backward()
+    compiled(model, bucket="parameter")(torch.ones(4, 8)).sum().backward()
     forward = next(graph for graph in explain(model).graphs if graph.phase == "forward")
     assert planned_ops(forward)["gather"] == 4, planned_ops(forward)

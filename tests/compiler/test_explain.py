@@ -141,7 +141,7 @@ def test_a_graph_break_in_a_loop():
         first = found.calls[0]
         parts = [graph.seconds for step in first.steps for graph in step.graphs]
         assert first.seconds == pytest.approx(parts[0] + parts[1] + 3 * (parts[2] + parts[3]))
-        assert found.json()["calls"][0]["step_s"] == first.seconds
+        assert found.to_dict()["calls"][0]["step_s"] == first.seconds
         assert first.bound is None  # a graph's first gather may be in flight before it
         text = words(found)
         assert "[2] forward of 3 equal layers, batch 8 " in text

@@ -71,7 +71,7 @@ def read(**options) -> Read:
 def test_what_is_in_host_memory_takes_none_of_the_device():
     """Shard, gradient and two float32 of optimizer state: 16 elements of 4 + 4 + 8 bytes."""
     for in_host_memory, expected in ((False, 16 * 16), (True, 0)):
-        ctx = PassContext("forward", {0: read(in_host_memory=in_host_memory)}, {}, optimizer_bytes=8)
+        ctx = PassContext("forward", {0: read(in_host_memory=in_host_memory)}, {}, optimizer_bytes_per_element=8)
         assert persistent_bytes(ctx) == expected
 
 

@@ -24,7 +24,7 @@ from tests.harness import assert_same, batch, compiled, distributed, run_ranks, 
 from tests.harness.fake import fake_group
 from tests.harness.models import small
 
-BUCKETS = "takes 'auto', 'module', 'none', a number of MB, or a list of lists of parameter-name patterns"
+BUCKETS = "takes 'auto', 'module', 'parameter', a number of MB, or a list of lists of parameter-name patterns"
 OWN_PLAN = "as your own plan must be a list of lists of parameter-name patterns, e.g. "
 
 BAD: list[tuple[str, Any, str]] = [
@@ -58,10 +58,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("recheck_prefetched", 1, "must be True or False, but got 1"),
     ("kernels", "yes", "takes 'auto', True, False, but got 'yes'"),
     ("kernels", 1, "takes 'auto', True, False, but got 1"),
-    ("optimizer_bytes", "8", "must be a number of bytes >= 0, but got '8'"),
-    ("optimizer_bytes", -1, "must be a number of bytes >= 0, but got -1"),
-    ("optimizer_bytes", True, "must be a number of bytes >= 0, but got True"),
-    ("optimizer_bytes", float("nan"), "must be a number of bytes >= 0, but got nan"),
+    ("optimizer_bytes_per_element", "8", "must be a number of bytes >= 0, but got '8'"),
+    ("optimizer_bytes_per_element", -1, "must be a number of bytes >= 0, but got -1"),
+    ("optimizer_bytes_per_element", True, "must be a number of bytes >= 0, but got True"),
+    ("optimizer_bytes_per_element", float("nan"), "must be a number of bytes >= 0, but got nan"),
     *(
         (
             "memory_budget",
@@ -81,7 +81,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("hardware", "H1000", "takes 'auto', 'a10g', 'a100', .*'l40s', but got 'H1000'"),
     ("hardware", 7, "takes 'auto', 'a10g', .*, but got 7"),
     ("hardware", None, "takes 'auto', .*, but got None"),
-    ("prefetch", "after", "'after' needs bucket='module' or 'none'. With bucket='auto' the planner decides"),
+    ("prefetch", "after", "'after' needs bucket='module' or 'parameter'. With bucket='auto' the planner decides"),
 ]
 
 
@@ -106,7 +106,7 @@ def test_bad_value(option, value, message):
 def test_prefetch_is_for_a_plan_without_planner(bucket):
     """Everywhere else it would do nothing."""
     for prefetch in ("before", "after"):
-        for fixed in ("module", "none"):
+        for fixed in ("module", "parameter"):
             assert Options.parse({"bucket": fixed, "prefetch": prefetch}).prefetch == prefetch
     with pytest.raises(ValueError, match=names("prefetch", "'after' needs .*the planner decides when to launch")):
         Options.parse({"bucket": bucket, "prefetch": "after"})
@@ -142,7 +142,7 @@ def test_defaults():
     assert (options.bucket, options.overlap, options.prefetch) == ("auto", True, "before")
     assert (options.hardware, options.reshard_after_forward) == ("auto", "as sharded")
     assert (options.codegen, options.verify, options.disable_passes) == ("inductor", "plan", ())
-    assert (options.inductor, options.memory_budget, options.optimizer_bytes) == ({}, None, 8)
+    assert (options.inductor, options.memory_budget, options.optimizer_bytes_per_element) == ({}, None, 8)
     assert Options.parse({"disable_passes": ["lower"]}).disable_passes == ("lower",)
 
 
@@ -197,9 +197,9 @@ def test_compiled_autograd_refuses_options_when_it_is_called(given, more, match)
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"options": {"bukcet": "none"}}, ValueError, "unknown option 'bukcet'.*Did you mean 'bucket'"),
+        ({"options": {"bukcet": "parameter"}}, ValueError, "unknown option 'bukcet'.*Did you mean 'bucket'"),
         ({"options": {"bucket": "moduel"}}, ValueError, f"option 'bucket' {BUCKETS}, but got 'moduel'"),
-        ({"options": {"prefetch": "after"}}, ValueError, "option 'prefetch': 'after' needs bucket='module' or 'none'"),
+        ({"options": {"prefetch": "after"}}, ValueError, "option 'prefetch': 'after' needs bucket='module'"),
         ({"options": {"hardware": "abacus"}}, ValueError, "option 'hardware' takes 'auto', .*but got 'abacus'"),
         ({"options": ["bucket"]}, ValueError, r"options must be a dict or compiled_fsdp.Options, but got \['bucket'\]"),
         ({"options": {"inductor": {"max_autotuen": True}}}, ValueError,
@@ -256,7 +256,7 @@ def test_options_of_two_models_do_not_mix():
     with fake_group(2):
         first, second = (fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) for _ in range(2))
         x = torch.ones(2, 4)
-        one, other = compiled(first, bucket="module"), compiled(second, bucket="none")
+        one, other = compiled(first, bucket="module"), compiled(second, bucket="parameter")
         for run in (one, other, one, other):
             run(x)
         counts = [[graph.count("gather") for graph in explain(model).graphs] for model in (first, second)]
@@ -293,7 +293,7 @@ def step(model: nn.Module, index: int) -> torch.Tensor:
         {"bucket": [["0.*", "4.bias"], ["*.weight"]], "verify": "full"},
         pytest.param({"bucket": [["0.*", "4.bias"]], "overlap": False, "verify": "full"}, marks=pytest.mark.more),
         pytest.param({"bucket": "module", "prefetch": "after", "verify": "full"}, marks=pytest.mark.more),
-        pytest.param({"bucket": "none", "overlap": False, "verify": "full"}, marks=pytest.mark.more),
+        pytest.param({"bucket": "parameter", "overlap": False, "verify": "full"}, marks=pytest.mark.more),
         {"verify": "off"},
     ],
     ids=str,
@@ -319,8 +319,8 @@ def test_options_that_passes_read_come_to_them():
     """Where the next gather goes out, and what optimizer state counts for."""
     with fake_group(2):
         elements = sum(param.to_local().numel() for param in shard(small(blocks=2), fully_shard).parameters())
-        before = planned_forward(bucket="module", prefetch="before", optimizer_bytes=0)
-        after = planned_forward(bucket="module", prefetch="after", optimizer_bytes=8)
+        before = planned_forward(bucket="module", prefetch="before", optimizer_bytes_per_element=0)
+        after = planned_forward(bucket="module", prefetch="after", optimizer_bytes_per_element=8)
     for graph, ahead in ((before, True), (after, False)):
         first, second, *_ = graph.collectives
         assert (second.launch < first.wait) == ahead

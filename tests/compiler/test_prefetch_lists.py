@@ -152,8 +152,8 @@ backward U3 Pr U1 U2 -U3 P3 -Pr -U2 P2 -P3 U0 -U1 P1 -P2 -U0 -P1 P0 -P0""",
 
 
 def test_by_parameter(sharded):
-    """With `bucket="none"`: what is left of the unit itself, then all of its list."""
-    forward = graphs_of(listed(sharded(), 2), bucket="none")[0]
+    """With `bucket="parameter"`: what is left of the unit itself, then all of its list."""
+    forward = graphs_of(listed(sharded(), 2), bucket="parameter")[0]
     names = [forward.reads[bucket.reads[0]].name.removeprefix("blocks.") for bucket in forward.plan.launches]
     starts = [bucket.at for bucket in forward.plan.launches]
     assert names == [f"{block}.{layer}.weight" for block in range(4) for layer in (0, 2)] + ["head.weight"]

@@ -211,11 +211,11 @@ def test_errors_say_what_to_do():
 def test_options_are_those_of_the_compiled_model():
     with fake_group(2):
         model = shard(small(), fully_shard)
-        alone = explain(compiled(model, bucket="none"), inputs())
+        alone = explain(compiled(model, bucket="parameter"), inputs())
         assert alone.graphs[0].count("gather") == len(alone.graphs[0].reads)
-        by_unit = explain(compiled(model, bucket="none"), inputs(), options={**AOT, "bucket": "module"})
+        by_unit = explain(compiled(model, bucket="parameter"), inputs(), options={**AOT, "bucket": "module"})
         assert by_unit.graphs[0].count("gather") < alone.graphs[0].count("gather")
-        model.compile(backend="compiled_fsdp", options={**AOT, "bucket": "none"})
+        model.compile(backend="compiled_fsdp", options={**AOT, "bucket": "parameter"})
         assert explain(model, inputs()).graphs[0].plan == alone.graphs[0].plan
 
 

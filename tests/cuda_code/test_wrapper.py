@@ -86,7 +86,7 @@ CASES = {
         {"bucket": "module"}, shards={"mp_policy": BF16}, replicas=True, config=TORCHS_OWN
     ),
     "4 gather again, alone, without kernels": Case(
-        {"bucket": "none", "kernels": False}, shards={"reshard_after_forward": 4}
+        {"bucket": "parameter", "kernels": False}, shards={"reshard_after_forward": 4}
     ),
     "coalesced, bf16": Case({"hardware": GROUPED, "bucket": 100}, shards={"mp_policy": BF16}),
     "offloaded": Case(shards=OFFLOADED),
@@ -96,7 +96,7 @@ CASES = {
     "CUDA graphs": Case(REPLAYED | {"kernels": False}, captures=(1, 1)),
     "bf16": Case(shards={"mp_policy": BF16}),
     "module": Case({"bucket": "module"}),
-    "none": Case({"bucket": "none"}),
+    "parameter": Case({"bucket": "parameter"}),
     "without kernels": Case({"kernels": False}),
     "parts": Case(model=Parts),
     "parts in bf16": Case(model=Parts, shards={"mp_policy": BF16}),

@@ -28,7 +28,7 @@ DIFFERENT: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], str, str]] 
     "reshard": (partial(two_layers, reshard_after_forward=True), {}, "resharded", "kept"),
     "frozen": (frozen, {}, r"read 3: 1\.bias .*frozen", r"read 3: 1\.bias .*"),
     "budget": (two_layers, {"memory_budget": 10**9}, "option memory_budget=1000000000", "option memory_budget=None"),
-    "options": (two_layers, {"bucket": "none"}, "bucket='none'", "bucket='auto'"),
+    "options": (two_layers, {"bucket": "parameter"}, "bucket='parameter'", "bucket='auto'"),
     "inductor": (two_layers, {"inductor": {"max_autotune": True}}, "'max_autotune': True", r"inductor=\{\}"),
 }  # fmt: skip
 

@@ -172,7 +172,7 @@ def build(case: Case, odd: bool) -> tuple[nn.Module, Callable[[Tensor], Tensor]]
     fully_shard(model, mp_policy=policy, wire_policy=wire)
     if case.way == "uncompiled":
         return model, model
-    options = {"codegen": "aot_eager", "bucket": "none" if what == "option" else "auto"}
+    options = {"codegen": "aot_eager", "bucket": "parameter" if what == "option" else "auto"}
     return model, torch.compile(model, backend="compiled_fsdp", options=options, fullgraph=case.way == "whole")
 
 

@@ -32,7 +32,7 @@ POLICIES = (
 CHECKPOINTS = ("plain", "plain", "reentrant")
 
 OPTIONS = {
-    "bucket": ('"auto"', '"module"', '"none"', "0.0005", '[["*0*"], ["*weight"]]'),
+    "bucket": ('"auto"', '"module"', '"parameter"', "0.0005", '[["*0*"], ["*weight"]]'),
     "overlap": ("True", "False"),
     "prefetch": ('"before"', '"after"'),
     "reshard_after_forward": ('"as sharded"', '"auto"'),
@@ -156,7 +156,7 @@ class _Draw:
     # ---- how it is sharded -------------------------------------------------------------------------------------------
     def options(self) -> tuple[tuple[str, str], ...]:
         drawn = {name: self.random.choice(values) for name, values in OPTIONS.items() if self.chance(0.2)}
-        if drawn.get("bucket") not in ('"module"', '"none"'):
+        if drawn.get("bucket") not in ('"module"', '"parameter"'):
             drawn.pop("prefetch", None)
         return tuple(drawn.items())
 

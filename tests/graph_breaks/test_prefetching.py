@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from compiled_fsdp import communication, compiled_autograd, explain, fully_shard
+from compiled_fsdp import compiled_autograd, count_communication, explain, fully_shard
 from compiled_fsdp.runtime import prefetcher
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.prefetcher import _same_bits
@@ -269,7 +269,7 @@ def test_grouped_calls_are_in_flight_as_they_are(rank, world_size, recheck):
     run = compiled(model, hardware=replace(SCATTERING, each=0.0), recheck_prefetched=recheck)
     RUNTIME.prefetcher.close()
     RUNTIME.prefetcher.counts.clear()
-    with communication() as volume:
+    with count_communication() as volume:
         assert_same(train(run, steps=3), fsdp2_record(broken(blocks=3), reshard_after_forward=True, steps=3))
     forms = {bucket.form for graph in explain(model).graphs for bucket in graph.plan.launches}
     assert forms <= {"coalesced", "single"}

@@ -121,7 +121,7 @@ def test_another_policy_in_the_same_process(rank, world_size):
         for layer in (model.first, model.second):
             fully_shard(layer)
         fully_shard(model)
-        compiled(model, bucket="none", overlap=False)(torch.full((2, 4), 0.5, requires_grad=True)).sum().backward()
+        compiled(model, bucket="parameter", overlap=False)(torch.full((2, 4), 0.5, requires_grad=True)).sum().backward()
         gradients.append([parameter.grad.full_tensor() for parameter in model.parameters()])
         (backward,) = [graph for graph in explain(model).graphs if graph.phase == "backward"]
         orders.append([f"{bucket.kind} {bucket.reads[0]}" for bucket in backward.plan.launches])

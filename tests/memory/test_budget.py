@@ -35,7 +35,7 @@ def planned(world: int = 8, **options):
 
 @pytest.mark.more
 def test_without_a_budget_the_peak_is_fsdp2s_or_two_units_above_the_least():
-    plain = planned(bucket="none", overlap=False), planned(bucket="module")
+    plain = planned(bucket="parameter", overlap=False), planned(bucket="module")
     for ours, alone, ahead in zip(planned(), *plain, strict=True):
         assert ours.simulation.peak <= max(alone.simulation.peak + ours.tasks.spare_bytes, ahead.simulation.peak)
 

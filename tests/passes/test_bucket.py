@@ -75,7 +75,7 @@ def test_inside_a_bucket_the_order_is_registration_order(order):
 
 def test_bucket_none_is_a_bucket_for_each_parameter():
     params = [Param((3, 2), 0, 0), Param((5,), 0, 1)]
-    gm = bucketed(read_all([1, 0], params), context(params, bucket="none"))
+    gm = bucketed(read_all([1, 0], params), context(params, bucket="parameter"))
     assert sorted(reads_of(gm, Kind.GATHER)) == [[0], [1]]
     assert sorted(reads_of(gm, Kind.REDUCE)) == [[0], [1]]
 
@@ -158,7 +158,7 @@ def test_gradients_of_one_parameter_that_are_not_added():
         second = params[0].reduce(full.cos() * x, slots[0], 0)
         return [first, other, second]
 
-    for bucket in ("none", "module"):
+    for bucket in ("parameter", "module"):
         gm = bucketed(trace(function, params, torch.ones(())), context(params, bucket=bucket))
         made_from = []
         for unpacked in next(iter(reversed(gm.graph.nodes))).args[0]:
@@ -167,4 +167,4 @@ def test_gradients_of_one_parameter_that_are_not_added():
             grad = argument(launch, "tensors")[begins.index(argument(unpacked, "offset"))]
             made_from.append({str(i.target).split(".")[1] for i in grad.all_input_nodes if i.op == "call_function"})
         assert made_from == [{"sin"}, {"cos"}, {"cos"}]
-        assert len(launched(gm, Kind.REDUCE)) == (3 if bucket == "none" else 1)
+        assert len(launched(gm, Kind.REDUCE)) == (3 if bucket == "parameter" else 1)

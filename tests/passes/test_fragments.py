@@ -153,7 +153,7 @@ def published(use_first: bool) -> tuple[GraphModule, list[Param]]:
 
 
 @pytest.mark.parametrize("use_first", [True, False])
-@pytest.mark.parametrize("bucket", ["module", "auto", "none"])
+@pytest.mark.parametrize("bucket", ["module", "auto", "parameter"])
 def test_a_gradient_is_published_after_its_parameters_last_gather(use_first, bucket):
     """A hook may update the shard: here even before the gather, were it only for the gradient."""
     gm, params = published(use_first)

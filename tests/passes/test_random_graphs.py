@@ -129,7 +129,7 @@ def check(program: Program, ctx: PassContext) -> tuple[Machine, GraphModule]:
 
 @pytest.mark.more
 @QUICK
-@given(programs(), st.sampled_from(["module", "none"]), st.sampled_from(["before", "after"]))
+@given(programs(), st.sampled_from(["module", "parameter"]), st.sampled_from(["before", "after"]))
 def test_results_order_and_what_is_in_flight(program, bucket, prefetch):
     ctx = context(program.params, bucket=bucket, prefetch=prefetch, verify_level="full")
     machine, _ = check(program, ctx)

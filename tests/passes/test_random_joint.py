@@ -154,7 +154,7 @@ def test_within_a_budget_or_refused(joint, asked, as_sharded, share):
     _, halves = parts(joint, found)
     highest = 0
     for phase, gm in zip(("forward", "backward"), halves, strict=True):
-        own = replace(found, phase=phase, summary={}, rules=replace(found.rules, bucket="none"), planned=None)
+        own = replace(found, phase=phase, summary={}, rules=replace(found.rules, bucket="parameter"), planned=None)
         run_passes(GRAPH_PASSES[:2], gm, own)
         highest = max(highest, 0 if own.planned.simulation is None else own.planned.simulation.peak)
     budget = int(share * highest)
@@ -172,7 +172,7 @@ def test_within_a_budget_or_refused(joint, asked, as_sharded, share):
 def test_a_parameter_of_one_column_a_rank_is_contiguous():
     """As its read is traced: what flattens it is a view in the graph. Alone in its bucket it was transposed."""
     region = Region(2, (MeshParam((2, 2), dim=1),), ())
-    check(Joint(region, (("scale", 0, 0),)), {"bucket": "none", "verify_level": "full"})
+    check(Joint(region, (("scale", 0, 0),)), {"bucket": "parameter", "verify_level": "full"})
 
 
 def test_reads_that_stay_where_they_fit_no_more_are_gathered_again():

@@ -41,7 +41,7 @@ COPIES = st.sampled_from([{}, {}, {"kernels": True}, {"library_copies": True}])
 @st.composite
 def options(draw: Any) -> dict[str, Any]:
     """What a user may ask of a plan, and how the hardware may be."""
-    bucket = draw(st.sampled_from(["auto", "auto", "auto", "module", "none", 4e-5, 1e-3, "user"]))
+    bucket = draw(st.sampled_from(["auto", "auto", "auto", "module", "parameter", 4e-5, 1e-3, "user"]))
     found = {
         "bucket": bucket,
         "hardware": hardware_of(draw(WIRES)),
@@ -287,7 +287,7 @@ def test_a_quick_choice_can_be_planned(region, asked):
 
 
 # ---- what was found --------------------------------------------------------------------------------------------------
-ASKED: dict[str, Any] = {"bucket": "none", "overlap": False, "verify_level": "full"}
+ASKED: dict[str, Any] = {"bucket": "parameter", "overlap": False, "verify_level": "full"}
 HALF = ReduceSpec("bfloat16")
 
 

@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from compiled_fsdp import communication, fully_shard
+from compiled_fsdp import count_communication, fully_shard
 from compiled_fsdp.compiler.compilation import Compilation
 from compiled_fsdp.compiler.following import check_can_be_followed
 from compiled_fsdp.ranks import waiting
@@ -756,7 +756,7 @@ def test_uncompiled_frozen_layers_that_no_rank_needs(rank, world_size):
         fully_shard(layer)
     fully_shard(model)
     for _ in range(2):
-        with communication() as volume:
+        with count_communication() as volume:
             model(torch.randn(3, 4), True).sum().backward()
         assert volume["gather"].launches == 6, str(volume)  # of five units, and of the trained one once more
 

@@ -80,7 +80,7 @@ def test_nothing_is_kept_that_does_not_fit():
 @pytest.mark.more
 def test_more_memory():
     with ranks() as mesh:
-        least = max(graph.numbers.peak for graph in plan(sharded(mesh), overlap=False, bucket="none").graphs)
+        least = max(graph.numbers.peak for graph in plan(sharded(mesh), overlap=False, bucket="parameter").graphs)
         before = plan(sharded(mesh), memory_budget=least)
         needed = advice_of(before, "memory_budget").change["memory_budget"]
         assert needed > least

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity
 
-from compiled_fsdp import MixedPrecisionPolicy, collective_names, compiled_autograd, explain, fully_shard, profile
+from compiled_fsdp import (
+    MixedPrecisionPolicy,
+    compiled_autograd,
+    explain,
+    fully_shard,
+    profile,
+    record_collective_names,
+)
 from compiled_fsdp.compat.profiling import ProfiledEvent
 from compiled_fsdp.tools.profile_ranks import merged
 from compiled_fsdp.tools.profile_recorder import Launched, ProfileError, Span
@@ -47,7 +54,7 @@ def check(p, steps=2):
         assert 0 <= step.off_core_s < step.seconds
         assert step.planned_s == pytest.approx(step.planned_compute_s + step.planned_exposed_s)
     assert 0 <= found.hidden <= 1
-    assert json.loads(json.dumps(p.json()))["collectives"]
+    assert json.loads(json.dumps(p.to_dict()))["collectives"]
     assert str(p)
     assert all(len(line) <= 100 for line in p.table().splitlines())
     timeline = p.timeline()
@@ -118,16 +125,19 @@ def test_names_in_a_profiler_of_ones_own(rank, world_size):
     """One rank may ask for them alone; what compiles meanwhile is all right."""
     model = shard(small(), fully_shard)
     run = compiled(model)
-    names = collective_names(model) if rank == 0 else contextlib.nullcontext()
+    names = record_collective_names(model) if rank == 0 else contextlib.nullcontext()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as own, names:
         forward_backward(run, 0)
     named = Counter(event.name for event in own.events() if event.name.endswith((": launch", ": wait")))
     planned = [c.bucket.kind for graph in explain(model).graphs for c in graph.collectives]
     assert len(named) == (2 * len(planned) if rank == 0 else 0)
     assert sum(name.startswith("gather ") for name in named) == (2 * planned.count("gather") if rank == 0 else 0)
-    with pytest.raises(RuntimeError, match="do not nest"), collective_names(model), profile(model):
+    with pytest.raises(RuntimeError, match="do not nest"), record_collective_names(model), profile(model):
         pass
-    with pytest.raises(ValueError, match=r"collective_names: .*fully_shard"), collective_names(torch.nn.Linear(2, 2)):
+    with (
+        pytest.raises(ValueError, match=r"record_collective_names: .*fully_shard"),
+        record_collective_names(torch.nn.Linear(2, 2)),
+    ):
         pass
 
 
@@ -269,7 +279,7 @@ def test_what_is_no_profile(rank, world_size):
     with pytest.raises(RuntimeError, match="make a new one"), p:
         pass
     with pytest.raises(RuntimeError, match="was left"):
-        profile(model).json()
+        profile(model).to_dict()
 
 
 @pytest.mark.more

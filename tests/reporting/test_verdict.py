@@ -131,8 +131,8 @@ def test_peaks_consist_of_their_parts(explained):
 
 
 def test_json_has_everything_as_plain_data(explained):
-    data = json.loads(json.dumps(explained.json()))
-    assert data == explained.json()
+    data = json.loads(json.dumps(explained.to_dict()))
+    assert data == explained.to_dict()
     assert data["units"] == 4
     assert data["planned_only"]
     assert [advice["text"] for advice in data["advice"]] == [advice.text for advice in explained.advice]

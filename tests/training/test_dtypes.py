@@ -122,7 +122,7 @@ def record_of(call: nn.Module, model: nn.Module, each_step: Callable[..., torch.
     return record
 
 
-RUNS = {**WAYS, "blocks": compiled_blocks, "by parameter": partial(compiled, bucket="none")}
+RUNS = {**WAYS, "blocks": compiled_blocks, "by parameter": partial(compiled, bucket="parameter")}
 
 
 CASES = [("eager", False), ("compiled_fsdp", False), ("by parameter", True), ("blocks", False), ("compiled_fsdp", True)]

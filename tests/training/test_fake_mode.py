@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp import WirePolicy, communication, compiled_autograd, fully_shard
+from compiled_fsdp import WirePolicy, compiled_autograd, count_communication, fully_shard
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import assert_same, compiled, distributed, fsdp2_record, loss_of, shard, train, variants
@@ -64,7 +64,7 @@ def fake(**options: Any) -> Iterator[FakeTensorMode]:
     """A mode whose tensors are all gone afterwards, with the graphs compiled before, and nothing that is in flight."""
     gc.collect()
     graphs, counts = list(COMPILE_LOG.graphs), RUNTIME.prefetcher.counts.copy()
-    with communication() as volume, FakeTensorMode(**options) as mode:
+    with count_communication() as volume, FakeTensorMode(**options) as mode:
         yield mode
     gc.collect()
     left = [t for t in gc.get_objects() if isinstance(t, FakeTensor) and t.fake_mode is mode]

@@ -151,6 +151,6 @@ def test_a_profile(gpu):
         for index in range(3):
             forward_backward(model, index)
     assert "compute" in str(p)
-    found = p.json()
+    found = p.to_dict()
     assert len(found["steps"]) == 3, found
     assert all(collective["in_flight_s"] > 0 for collective in found["collectives"]), found

@@ -212,7 +212,7 @@ def test_one_gather_however_often_a_parameter_is_read(rank, world_size):
     """Attention reads 4 parameters 8 times; a look at a dtype gathers nothing that forward does not read."""
     model = fully_shard(built(Attention))
     assert len(collectives_of(lambda: model(torch.ones(4, 8)))) == 1
-    run = compiled(fully_shard(built(Typed)), bucket="none")
+    run = compiled(fully_shard(built(Typed)), bucket="parameter")
     step(run, 0)
     assert explain(run).graphs[0].count("gather") == 4
 

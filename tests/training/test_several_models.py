@@ -38,7 +38,7 @@ def test_models_that_take_turns(rank, world_size):
     builds: list[tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], dict]] = [
         (small, compiled, {}),
         (partial(small, seed=1), compiled, {"reshard_after_forward": False}),
-        (partial(small, blocks=2), partial(compiled, bucket="none"), {}),
+        (partial(small, blocks=2), partial(compiled, bucket="parameter"), {}),
         (partial(small, seed=2), compiled, {"mesh": group}),
         (partial(small, seed=3), lambda model: model, {}),
     ]

@@ -26,8 +26,8 @@ from compiled_fsdp.tools.cli.hardware import facts, show_fit
     show_default=True,
     help="Where to measure; auto: on a GPU if there is one.",
 )
-@click.option("--again", is_flag=True, help="Measure even if the cache has a result.")
-def measure(replicate: int, reshard_after_forward: int | None, device: str, again: bool) -> None:
+@click.option("--force", is_flag=True, help="Measure even if the cache has a result.")
+def measure(replicate: int, reshard_after_forward: int | None, device: str, force: bool) -> None:
     """Measure matrix products, copies and collectives, for later plans and training.
 
     To be started by torchrun, as the training is: torchrun --nproc-per-node 8 -m compiled_fsdp measure. What is found
@@ -48,7 +48,7 @@ def measure(replicate: int, reshard_after_forward: int | None, device: str, agai
     try:
         shape = (world,) if replicate == 1 else (replicate, world // replicate)
         mesh = init_device_mesh("cuda" if on_gpu else "cpu", shape)
-        found = measure_hardware(mesh, reshard_after_forward=reshard_after_forward, again=again)
+        found = measure_hardware(mesh, reshard_after_forward=reshard_after_forward, force=force)
         if dist.get_rank() == 0:
             click.echo(found.hardware.name)
             for fact, value in facts(found.hardware).items():

@@ -69,7 +69,7 @@ some_lists = st.dictionaries(st.integers(0, 2), st.lists(st.integers(0, 3), min_
 
 
 @QUICK
-@given(random_tasks(), some_lists, st.sampled_from(["unit", "none"]))
+@given(random_tasks(), some_lists, st.sampled_from(["unit", "parameter"]))
 def test_any_lists_are_a_schedule_that_can_run(tasks, lists, bucketing):
     """With no launch later than without them."""
     asked = asking(tasks, lists)

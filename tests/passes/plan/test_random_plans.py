@@ -21,7 +21,7 @@ from tests.passes.plan.cases import QUICK, gather, random_tasks, reduction, task
 
 RULES = st.builds(
     PlanRules,
-    bucket=st.sampled_from(["auto", "auto", "module", "none", 2e-5, 1.0]),
+    bucket=st.sampled_from(["auto", "auto", "module", "parameter", 2e-5, 1.0]),
     overlap=st.booleans(),
     prefetch=st.sampled_from(["before", "after"]),
     is_fragment=st.booleans(),
@@ -45,7 +45,7 @@ def test_what_is_chosen_can_run_and_is_the_same_as_text(tasks, rules, share, qui
         schedule, _ = choose(tasks, rules, quick=quick)
     check(tasks, schedule)
     one_ahead = (
-        rules.bucket in ("module", "none") or not rules.overlap or (rules.bucket == "auto" and rules.is_fragment)
+        rules.bucket in ("module", "parameter") or not rules.overlap or (rules.bucket == "auto" and rules.is_fragment)
     )
     if rules.budget is not None and not one_ahead:
         assert max(memory_curve(tasks, schedule)) <= rules.budget

@@ -58,7 +58,7 @@ def test_without_a_budget(tasks):
     assert peak_of(tasks, found) <= limit
     assert found.simulation.seconds >= lower_bound(tasks, limit).seconds - 1e-9
     assert found.simulation.seconds <= play(tasks, per_unit(tasks)).now * NEARLY
-    for plain in (per_unit(tasks, bucketing="none"), at_once(tasks)):
+    for plain in (per_unit(tasks, bucketing="parameter"), at_once(tasks)):
         if max(curve(tasks, plain)) <= limit:
             assert found.simulation.seconds <= play(tasks, plain).now * NEARLY
 
@@ -82,7 +82,7 @@ def test_within_a_budget(tasks, share):
         return
     assert peak_of(tasks, found) <= budget
     assert found.simulation.seconds >= lower_bound(tasks, budget).seconds - 1e-9
-    for plain in (per_unit(tasks), per_unit(tasks, bucketing="none"), at_once(tasks)):
+    for plain in (per_unit(tasks), per_unit(tasks, bucketing="parameter"), at_once(tasks)):
         if max(curve(tasks, plain)) <= budget:
             assert found.simulation.seconds <= play(tasks, plain).now * NEARLY
 
@@ -299,7 +299,7 @@ def test_a_given_form(form):
     """Of buckets of several tensors; the one that is alone stays single."""
     tasks = layers(2, [1e-3] * 3, [2**20] * 3, FAST, copy_seconds=1 / 1.5e12, backward=True)
     assert [launch.form for launch in per_unit(tasks, form=form)] == [form] * 4
-    assert {launch.form for launch in per_unit(tasks, bucketing="none", form=form)} == {SINGLE}
+    assert {launch.form for launch in per_unit(tasks, bucketing="parameter", form=form)} == {SINGLE}
 
 
 def test_an_error_with_given_buckets_names_them_and_what_they_need():
