@@ -95,7 +95,7 @@ def test_a_name_that_is_gone_is_an_error_with_the_versions_that_have_it():
     assert "torch 2.99.0 has no torch._dynamo.exc.RestartAnalysis, which is_dynamo_restart needs" in error
     assert "torch 2.11 to 2.15 have it" in error
     (warned,) = [line for line in lines if line.startswith("WARNED")]
-    assert "It has no torch._dynamo.exc.RestartAnalysis" in warned
+    assert "This torch has no torch._dynamo.exc.RestartAnalysis" in warned
     assert any(line.startswith("REST <function") for line in lines)
 
 

@@ -278,7 +278,7 @@ def test_what_is_no_profile(rank, world_size):
     p = profiled(model, run)
     with pytest.raises(RuntimeError, match="make a new one"), p:
         pass
-    with pytest.raises(RuntimeError, match="was left"):
+    with pytest.raises(RuntimeError, match="after leaving"):
         profile(model).to_dict()
 
 
