@@ -16,6 +16,8 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = "compiled_fsdp"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 # Headings have the names that GitHub gives them, so a link works on both.
 myst_heading_anchors = 4
