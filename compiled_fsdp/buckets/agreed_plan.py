@@ -7,6 +7,7 @@ but it has to take part in the same collectives. It launches them from this desc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from compiled_fsdp.base.plain_data import PlainData
@@ -70,6 +71,18 @@ class AgreedPlan(PlainData):
     # gradient that it does not have.
     on_demand: bool = False
 
+    def has(self, phase: str, collectives: Sequence[str]) -> bool:
+        """Whether a graph of this phase with these collectives (``collective_lines``) has those of the plan."""
+        return self._collectives(phase) == _without_bytes(collectives)
+
+    def has_fewer(self, phase: str, collectives: Sequence[str]) -> bool:
+        """Whether a graph of this phase has all of the plan's collectives, and more."""
+        return self._collectives(phase) < _without_bytes(collectives)
+
+    def _collectives(self, phase: str) -> set[str]:
+        buckets = self.buckets.get(phase, ())
+        return {f"{bucket.kind.value} of read {read}" for bucket in buckets for read in bucket.reads}
+
     def has_collectives_of(self, other: AgreedPlan) -> bool:
         """Whether both plans launch the same collectives, for parameters that may be those of different layers."""
         return (self.signature[2:], self.buckets) == (other.signature[2:], other.buckets)
@@ -78,3 +91,7 @@ class AgreedPlan(PlainData):
     def names(self) -> tuple[str, ...]:
         """The parameters' names, one for each read."""
         return tuple(read.name for read in self.reads)
+
+
+def _without_bytes(collectives: Sequence[str]) -> set[str]:
+    return {line.partition(",")[0] for line in collectives}

@@ -366,11 +366,22 @@ class Compilation:
             return propose()
         if self._conforms_to is not None and not self._already_agreed(topic, collectives):
             raise Follows
-        if self._is_variant and not self._already_agreed(topic, collectives):
+        if self._is_variant and not (self._already_agreed(topic, collectives) and self._fits(topic, collectives)):
             self._ask_for_another_plan(topic, collectives, anew)
         decision = self._agreement.agree(self.signature, topic, propose, collectives, self.param_names)
         self.decisions.append(Decision(topic, collectives, decision))
         return decision
+
+    def _fits(self, topic: str, collectives: Signature) -> bool:
+        """Return whether all ranks have a graph with these collectives for these parameters, as far as it is known.
+
+        Equal layers share decisions, but one may have more collectives than another. For example, the input of the
+        first one needs no gradient. Ranks might choose different decisions for the next layer.
+        """
+        assert self._agreement is not None
+        if (own := self._finder.own()) is not None:
+            return not collectives or own.plan.has(topic, collectives)
+        return len(self._agreement.collectives_agreed_on(self.signature, topic)) == 1
 
     def _ask_for_another_plan(self, topic: str, collectives: Signature, anew: bool) -> None:
         """Ask if all ranks compile this variant, because its graph has other collectives than the known plan.
@@ -382,9 +393,9 @@ class Compilation:
             Follows: this rank has to follow a plan in other code.
         """
         assert self._agreement is not None
-        agreement, known = self._agreement, self._agreement.collectives_agreed_on(self.signature, topic)
-        replaces = self._finder.own() is not None
-        if replaces and (anew or not all(set(collectives) > set(other) for other in known)):
+        agreement, own = self._agreement, self._finder.own()
+        replaces = own is not None
+        if own is not None and (anew or not own.plan.has_fewer(topic, collectives)):
             raise Follows
         self._met_plan = self._finder.meet((topic, *collectives))
         if self._met_plan is not None:

@@ -117,10 +117,10 @@ class KnownPlans:
         return None
 
     def same(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan | None:
-        """The known plan of these parameters that equals ``plan``; None if there is none."""
+        """The known plan of these parameters with the collectives of ``plan``; None if there is none."""
         ids = {parameter.param_id for parameter in parameters}
         for bound in self._of_unit.get(unit_of(parameters[0]), ()):
-            if bound.kind == kind and bound.plan.signature == plan.signature and bound.read_of.keys() == ids:
+            if bound.kind == kind and bound.plan.has_collectives_of(plan) and bound.read_of.keys() == ids:
                 return bound
         return None
 

@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from compiled_fsdp import count_communication, fully_shard
+from compiled_fsdp import compiled_autograd, count_communication, fully_shard
 from compiled_fsdp.compiler.compilation import Compilation
 from compiled_fsdp.compiler.following import check_can_be_followed
 from compiled_fsdp.ranks import waiting
@@ -617,6 +617,43 @@ def test_ranks_choose_other_code_for_a_layer_that_has_run(steps):
     """Only one of them meets; the other may wait in a collective, so this takes processes of its own."""
     with pytest.raises(RankFailure, match="ranks run different code for equal layers"):
         run_ranks(_choose_code, 2, whole=False, steps=steps)
+
+
+class Apart(nn.Sequential):
+    """Equal layers in graphs of their own. The first one's input needs no gradient, and `odd`'s on some ranks only."""
+
+    def forward(self, x: torch.Tensor, odd: int) -> torch.Tensor:
+        x = self[0](x)
+        torch._dynamo.graph_break()
+        x = x + self[1](torch.ones_like(x)) if odd == 1 else self[1](x)
+        torch._dynamo.graph_break()
+        x = x + self[2](torch.ones_like(x)) if odd == 2 else self[2](x)
+        torch._dynamo.graph_break()
+        return self[3](x)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("odds", variants([[-1, 2, -1], [1, -1, 2]], [-1, 2, -1]), ids=str)
+@pytest.mark.parametrize("compiled_backward", variants([False, True], False))
+def test_the_next_equal_layer_needs_no_gather_in_backward_on_one_rank(rank, world_size, compiled_backward, odds):
+    """Its rank has agreed on such a graph for the first layer, and both ranks on the other graph for the second."""
+    torch.manual_seed(7)
+    model = Apart(*(nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4)) for _ in range(4)))
+    reference = copy.deepcopy(model)
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    run = compiled(fully_shard(model, mesh=mesh))
+    for odd in odds:
+        x = torch.randn(3, 4)
+        loss = run(x, odd if rank == 1 else -1).square().sum()
+        with compiled_autograd(codegen="aot_eager") if compiled_backward else nullcontext():
+            loss.backward()
+        reference(x, odd if rank == 1 else -1).square().sum().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
+            param.grad = expected.grad = None
 
 
 @distributed(world_size=2, reset=True)
