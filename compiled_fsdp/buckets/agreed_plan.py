@@ -66,6 +66,8 @@ class AgreedPlan(PlainData):
     recheck: bool = True
     # Why different code cannot follow this plan; "" if it can.
     obstacle: str = ""
+    # Whether the backward's buckets begin with the forward's, because an uncompiled checkpoint runs the forward again.
+    repeats_forward: bool = False
     # True for a plan of eager code, which skips gathers that no code asks for and reduces only parameters that have a
     # gradient. False for a plan of compiled code, which launches every collective: a follower sends zeros for a
     # gradient that it does not have.
@@ -81,6 +83,8 @@ class AgreedPlan(PlainData):
 
     def _collectives(self, phase: str) -> set[str]:
         buckets = self.buckets.get(phase, ())
+        if phase == "backward" and self.repeats_forward:
+            buckets = buckets[len(self.buckets.get("forward", ())) :]
         return {f"{bucket.kind.value} of read {read}" for bucket in buckets for read in bucket.reads}
 
     def has_collectives_of(self, other: AgreedPlan) -> bool:
@@ -94,4 +98,5 @@ class AgreedPlan(PlainData):
 
 
 def _without_bytes(collectives: Sequence[str]) -> set[str]:
-    return {line.partition(",")[0] for line in collectives}
+    """The lines about collectives, without sizes; those about milestones are left out."""
+    return {line.partition(",")[0] for line in collectives if " of read " in line}

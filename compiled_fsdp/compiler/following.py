@@ -154,9 +154,16 @@ def agreed_plan(
     if len(reduced) > len(set(reduced)):
         obstacle = "a parameter has several gradients that are reduced one by one"
     known = dict(buckets)
-    if region.runs_twice:  # an uncompiled checkpoint runs the forward's code again before the backward's code
+    if region.runs_twice:  # as a backward with a checkpoint does
         known["backward"] = tuple(map(_held, (*known.get("forward", ()), *known.get("backward", ()))))
-    return AgreedPlan(signature, reads, known, recheck=options.recheck_prefetched, obstacle=obstacle)
+    return AgreedPlan(
+        signature,
+        reads,
+        known,
+        recheck=options.recheck_prefetched,
+        obstacle=obstacle,
+        repeats_forward=region.runs_twice,
+    )
 
 
 def _held(bucket: AgreedBucket) -> AgreedBucket:

@@ -255,8 +255,12 @@ def _with_all_memory(call: ModelCall) -> Advice | None:
 
 # ---- batch and dtype -------------------------------------------------------------------------------------------------
 def batch(calls: Sequence[ModelCall]) -> Iterator[Advice]:
-    """Advise the least batch with which compute hides communication, if it fits into memory; once for all calls."""
-    found = [advice for call in calls if (advice := _larger_batch(call)) is not None]
+    """Advise the least batch with which compute hides communication, if it fits into memory; once for all calls.
+
+    If there are training steps, evaluation does not count, because its batch is another one.
+    """
+    training = [call for call in calls if call.phase != "inference call"]
+    found = [advice for call in training or calls if (advice := _larger_batch(call)) is not None]
     if found:
         yield max(found, key=lambda advice: advice.gain_seconds)
 

@@ -161,8 +161,8 @@ class Explanation:
         if self.graph_breaks:
             return "nothing compiled by backend='compiled_fsdp' but what reads no parameter, because of graph breaks"
         return (
-            "nothing compiled by backend='compiled_fsdp' yet: call the compiled model once, or give explain the call's "
-            "arguments"
+            "nothing compiled by backend='compiled_fsdp' yet: call model.compile(backend='compiled_fsdp') and then the "
+            "model, or give explain the call's arguments"
         )
 
     @property
@@ -188,8 +188,8 @@ class Explanation:
             out += [*wrapped(f"graph break: {reason}", "    "), *wrapped(f"    at {where}", "    ")]
             if (function := self.given_up.get(where)) is not None:
                 out += wrapped(
-                    f"    because of it Dynamo compiles no graph of {function} itself (as at any graph break in a "
-                    "loop), only of the modules that it calls",
+                    f"    because of it Dynamo compiles no graph of {function} itself, only of the modules that "
+                    "it calls; a graph break in a loop always has this effect",
                     "    ",
                 )
         if self.planned_only and self.graph_breaks:

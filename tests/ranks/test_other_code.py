@@ -9,20 +9,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from compiled_fsdp import compiled_autograd, count_communication, fully_shard
+from compiled_fsdp import CPUOffloadPolicy, WirePolicy, compiled_autograd, count_communication, fully_shard
 from compiled_fsdp.compiler.compilation import Compilation
 from compiled_fsdp.compiler.following import check_can_be_followed
 from compiled_fsdp.ranks import waiting
-from compiled_fsdp.ranks.agreement import agreement_of
+from compiled_fsdp.ranks.agreement import Agreement, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.meeting import called_key
 from compiled_fsdp.runtime.context import RUNTIME
@@ -563,6 +564,31 @@ def test_one_rank_leaves_one_of_equal_layers_without_its_checkpoint(rank, world_
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
             param.grad = expected.grad = None
     assert not any(bound.kept for bound in RUNTIME.follower.known._all("training"))
+
+
+WAYS_TO_SHARD: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "codecs": {"wire_policy": WirePolicy(gather="int8", reduce="bfloat16")},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "fewer ranks": {"reshard_after_forward": 2},
+}
+
+
+@distributed(world_size=4, reset=True)
+@pytest.mark.parametrize("way", variants(WAYS_TO_SHARD, "replicas"))
+def test_code_for_another_batch_needs_no_meeting(rank, world_size, way):
+    """Its graph has the plan's collectives, so one rank may compile it while the others run the code that they have."""
+    shape = (2, 2) if way == "replicas" else (4,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[2 - len(shape) :])
+    model = nn.Sequential(*(Block(Shift()) for _ in range(2)), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **WAYS_TO_SHARD[way])
+    fully_shard(model, mesh=mesh, **WAYS_TO_SHARD[way])
+    model.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"}, dynamic=False)
+    for batch in (2, 3):
+        with mock.patch.object(Agreement, "meet", autospec=True, side_effect=Agreement.meet) as meet:
+            model(torch.ones(batch, 4)).sum().backward()
+        assert bool(meet.call_count) == (batch == 2)
 
 
 class SomeInCheckpoints(nn.Sequential):

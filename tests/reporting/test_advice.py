@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.tools.advice import MIN_GAIN, Advice
+from compiled_fsdp.tools.advice_kinds import batch
 from compiled_fsdp.tools.explanation import Explanation
 from tests.harness import compiled
 from tests.reporting.planned import Layer, plan, ranks, seconds, sharded
@@ -106,6 +107,17 @@ def test_one_budget_for_all_graphs():
         assert len(given) == 1
         kinds = [advice.kind for advice in found.advice]
         assert len(kinds) == len(set(kinds)), kinds
+
+
+def test_the_batch_of_training_counts():
+    """Not that of the evaluation before it, although it would save more."""
+    with ranks() as mesh:
+        with torch.no_grad():
+            evaluation = plan(sharded(mesh), batch=5, length=8192)
+        (advice,) = batch([*evaluation.calls, *plan(sharded(mesh), length=8192).calls])
+        assert "(now 2)" in advice.text
+        (advice,) = batch(evaluation.calls)
+        assert "(now 5)" in advice.text
 
 
 @pytest.mark.more

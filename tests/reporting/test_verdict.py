@@ -117,8 +117,8 @@ def test_nothing_is_compiled_yet():
             str(explain(fully_shard(nn.Linear(8, 8)))),
             """\
 1 unit with 2 sharded parameters, no compiled graphs, no graph breaks
-nothing compiled by backend='compiled_fsdp' yet: call the compiled model once, or give explain the
-    call's arguments""",
+nothing compiled by backend='compiled_fsdp' yet: call model.compile(backend='compiled_fsdp') and
+    then the model, or give explain the call's arguments""",
         )
 
 
