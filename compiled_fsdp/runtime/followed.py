@@ -230,8 +230,7 @@ class _Run:
 
 
 class FollowedForward(_Run):
-    """A forward that takes part in the collectives of an agreed plan. If code asks for no parameter of the plan's last
-    buckets, these are not launched.
+    """A forward that takes part in a plan's collectives, but in the last ones only if code asks for their parameters.
 
     Attributes:
         code_ran: whether this rank ran compiled code for the same parameters just before, in the same forward. Then
@@ -364,6 +363,8 @@ class FollowedBackward(_Run):
             self._launch_through(number)
 
     def _launch_bucket(self, number: int, bucket: AgreedBucket) -> None:
+        for pending in self._pending.values():  # other code may wait for its replicas before its next collective
+            pending.advance()
         if bucket.kind.supplies:
             super()._launch_bucket(number, bucket)
             return

@@ -390,6 +390,31 @@ def test_replicas_whose_shards_are_whole(rank, world_size, kind, odd_steps):
         reference.zero_grad()
 
 
+@distributed(world_size=4, reset=True)
+@pytest.mark.parametrize(
+    ("kind", "compiled_backward"), variants([("checkpoint", True), ("breaks", False)], ("checkpoint", True))
+)
+def test_replicas_without_overlap(rank, world_size, kind, compiled_backward):
+    """Code waits for each all-reduce before its next gather, so a rank that follows launches it as early."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(7)
+    model = Model(OTHERS[kind])
+    reference = copy.deepcopy(model)
+    for layer in (model.a, model.b):
+        fully_shard(layer, mesh=mesh)
+    run = compiled(fully_shard(model, mesh=mesh), overlap=False)
+    for step in range(2):
+        x, odd = torch.randn(2, 4), rank == 2 and step == 0
+        loss = run(x, odd).square().sum()
+        with compiled_autograd(codegen="aot_eager", overlap=False) if compiled_backward else nullcontext():
+            loss.backward()
+        reference(x, odd).square().sum().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 4)
+            param.grad = expected.grad = None
+
+
 def train_with_replicas_and_kernels(rank: int, kind: str, shards: int) -> None:
     """Our kernels leave gaps between the gradients in a bucket, and the gaps go on over the replicas."""
     world = dist.get_world_size()
