@@ -369,8 +369,7 @@ class FollowedBackward(_Run):
             super()._launch_bucket(number, bucket)
             return
         # Zeros replace gradients that did not come; with ``on_demand`` their parameters are left out.
-        reads = [read for read in bucket.reads if read in self._grads or not self.bound.plan.on_demand]
-        if not reads:
+        if not (reads := [r for r in bucket.reads if r in self._grads or not self.bound.plan.on_demand]):
             return
         spec, grads = ReduceSpec.parse(self.bound.spec_of[bucket.reads[0]]), []
         pending = self._pending.setdefault(number, PendingReduceScatter(spec))

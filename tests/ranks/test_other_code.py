@@ -390,31 +390,6 @@ def test_replicas_whose_shards_are_whole(rank, world_size, kind, odd_steps):
         reference.zero_grad()
 
 
-@distributed(world_size=4, reset=True)
-@pytest.mark.parametrize(
-    ("kind", "compiled_backward"), variants([("checkpoint", True), ("breaks", False)], ("checkpoint", True))
-)
-def test_replicas_without_overlap(rank, world_size, kind, compiled_backward):
-    """Code waits for each all-reduce before its next gather, so a rank that follows launches it as early."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(7)
-    model = Model(OTHERS[kind])
-    reference = copy.deepcopy(model)
-    for layer in (model.a, model.b):
-        fully_shard(layer, mesh=mesh)
-    run = compiled(fully_shard(model, mesh=mesh), overlap=False)
-    for step in range(2):
-        x, odd = torch.randn(2, 4), rank == 2 and step == 0
-        loss = run(x, odd).square().sum()
-        with compiled_autograd(codegen="aot_eager", overlap=False) if compiled_backward else nullcontext():
-            loss.backward()
-        reference(x, odd).square().sum().backward()
-        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            dist.all_reduce(expected.grad)
-            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 4)
-            param.grad = expected.grad = None
-
-
 def train_with_replicas_and_kernels(rank: int, kind: str, shards: int) -> None:
     """Our kernels leave gaps between the gradients in a bucket, and the gaps go on over the replicas."""
     world = dist.get_world_size()
@@ -678,9 +653,27 @@ class Apart(nn.Sequential):
         torch._dynamo.graph_break()
         x = x + self[1](torch.ones_like(x)) if odd == 1 else self[1](x)
         torch._dynamo.graph_break()
-        x = x + self[2](torch.ones_like(x)) if odd == 2 else self[2](x)
+        x = x + self[2](torch.ones_like(x)) if odd == 2 else checkpoint(self[2], x, use_reentrant=False)
         torch._dynamo.graph_break()
         return self[3](x)
+
+
+def _train_apart(rank: int, mesh: DeviceMesh, odds: Sequence[int], *, compiled_backward: bool, overlap: bool) -> None:
+    """Train for as many steps as there are `odds`, each with the layer whose input needs no gradient on rank 1."""
+    torch.manual_seed(7)
+    model = Apart(*(nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4)) for _ in range(4)))
+    reference = copy.deepcopy(model)
+    run = compiled(fully_shard(model, mesh=mesh, reshard_after_forward=True), overlap=overlap)
+    for odd in odds:
+        x = torch.randn(3, 4)
+        loss = run(x, odd if rank == 1 else -1).square().sum()
+        with compiled_autograd(codegen="aot_eager", overlap=overlap) if compiled_backward else nullcontext():
+            loss.backward()
+        reference(x, odd if rank == 1 else -1).square().sum().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / dist.get_world_size())
+            param.grad = expected.grad = None
 
 
 @distributed(world_size=2, reset=True)
@@ -688,23 +681,15 @@ class Apart(nn.Sequential):
 @pytest.mark.parametrize("compiled_backward", variants([False, True], False))
 def test_the_next_equal_layer_needs_no_gather_in_backward_on_one_rank(rank, world_size, compiled_backward, odds):
     """Its rank has agreed on such a graph for the first layer, and both ranks on the other graph for the second."""
-    torch.manual_seed(7)
-    model = Apart(*(nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4)) for _ in range(4)))
-    reference = copy.deepcopy(model)
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    run = compiled(fully_shard(model, mesh=mesh))
-    for odd in odds:
-        x = torch.randn(3, 4)
-        loss = run(x, odd if rank == 1 else -1).square().sum()
-        with compiled_autograd(codegen="aot_eager") if compiled_backward else nullcontext():
-            loss.backward()
-        reference(x, odd if rank == 1 else -1).square().sum().backward()
-        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            dist.all_reduce(expected.grad)
-            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
-            param.grad = expected.grad = None
+    _train_apart(rank, mesh, odds, compiled_backward=compiled_backward, overlap=True)
+
+
+@distributed(world_size=4, reset=True)
+def test_replicas_without_overlap(rank, world_size):
+    """Code waits for each all-reduce before its next gather, so a rank that follows launches it as early."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    _train_apart(rank, mesh, [2], compiled_backward=True, overlap=False)
 
 
 @distributed(world_size=2, reset=True)
