@@ -116,7 +116,7 @@ def _in_compiled_autograd(code: Code, region: Region, plan: BoundPlan | None, fo
         brings = Counter[ShardedParameter]()
         for read, reference in enumerate(parameters):
             if (parameter := reference()) is not None:
-                brings[parameter] += (follows or {})[read]
+                brings[parameter] += (follows or {}).get(read, 0)
         RUNTIME.follower.graph_begins(bound, brings)
         result = code(*args)
         RUNTIME.reducer.end_graph()

@@ -314,21 +314,18 @@ def _read_eagerly(parameter: ShardedParameter, unit: Unit, full: Tensor | None, 
 def _blocks_of(unit: Unit) -> dict[Any, EagerBlock]:
     """The blocks of the running forward, or of the part that backward runs again; the caller adds to them."""
     eager = unit.eager
-    if unit.depth == 0 and eager.recomputing is not (node := running_node()):
+    part = running_node()
+    if part is None and backward_id() != -1:  # compiled autograd runs all recomputations in one graph, without nodes
+        part = backward_id()
+    if unit.depth == 0 and eager.recomputing != part:
         # because a recomputation calls no forward hook at its end
-        eager.recomputing, eager.blocks = node, None
-        at_end_of_backward(partial(_end_recomputation, unit))
+        eager.recomputing, eager.blocks = part, None
+        at_end_of_backward(unit.end_recomputation)  # compiled autograd's graph does it in ``Reducer.end_of_graph``
         eager.in_parts = True
         RUNTIME.reducer.take_part(unit)
     if eager.blocks is None:
         eager.blocks = {}
     return eager.blocks
-
-
-def _end_recomputation(unit: Unit) -> None:
-    if unit.depth == 0:
-        unit.eager.forget()
-        unit.put_back()
 
 
 # ---- at the end of a forward -----------------------------------------------------------------------------------------

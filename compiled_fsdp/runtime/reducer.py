@@ -324,7 +324,10 @@ class GradReducer:
             touched = (unit for unit in state.units if unit.accumulation.enabled)
             units = dict.fromkeys(unit for some in touched for unit in some.tree_units())
             self.reduce_accumulated(unit for unit in units if unit.reduces)
-            _reshard_others({unit.root for unit in state.units})
+            roots = {unit.root for unit in state.units}
+            _reshard_others(roots)
+            for unit in (unit for root in roots for unit in root.tree_units()):
+                unit.end_recomputation()
 
     def _graph_state(self) -> BackwardState:
         if self._graph is None or self._graph.number != backward_id():  # that state is of a backward that failed

@@ -297,6 +297,12 @@ class Unit:
                 reads[name] = reads.known[name].param
         self.replaced = None
 
+    def end_recomputation(self) -> None:
+        """Note that a backward has ended, which ran parts of the unit's forward again."""
+        if self.depth == 0:
+            self.eager.forget()
+            self.put_back()
+
     @torch.compiler.assume_constant_result
     def let_root_reshard(self) -> None:
         """Leave the resharding to the end of the root's forward, because a body must not change the unit."""

@@ -1,12 +1,14 @@
 """Compiled autograd: one backward graph, planned like any other."""
 
 import contextlib
+import copy
 import functools
 import itertools
 from collections.abc import Iterable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -483,3 +485,46 @@ def test_four_ranks_plan_the_same():
     first, *others = run_ranks(planned_texts, 4)
     assert any("accumulate_grad" in text for text in first)
     assert all(other == first for other in others)
+
+
+class HalfWeight(nn.Module):
+    """A layer that computes with another weight in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.func.functional_call(self.inner, {"weight": self.inner.weight * 0.5}, (x,))
+
+
+class HalfWeightsInCheckpoints(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("compiles", variants([False, True], False))
+def test_the_backward_puts_parameters_back(rank, world_size, compiles):
+    """functional_call puts back the full weight that it has found when backward runs the checkpoint again.
+
+    The model would have that tensor for its parameter: no gradient, and steps that change nothing.
+    """
+    torch.manual_seed(0)
+    model = HalfWeightsInCheckpoints(HalfWeight(), HalfWeight())
+    reference = copy.deepcopy(model)
+    run = fully_shard(model)
+    if compiles:
+        run = compiled(model)
+    for _ in range(2):
+        x = torch.randn(2, 4, requires_grad=True)
+        with compiled_autograd(codegen="aot_eager"):
+            run(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert isinstance(param, DTensor)
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
+            param.grad = expected.grad = None
