@@ -108,7 +108,7 @@ def outcome_of(statements: Sequence[Statement]) -> Outcome:
             # compared with the leader, too, because rank 0's statement may lack what differs, for example a model
             found = _contradiction(mine, leader)
             fits = mine.names == leader.names if mine.has_code else not set(mine.rest).isdisjoint(leader.names)
-            if asks and mine.has_code and fits and not found and mine.plan != leader.plan:
+            if asks and mine.has_code and fits and not found and not _have_same_collectives(mine.plan, leader.plan):
                 return Outcome(problem=_other_codes(odd, ran[0], mine))
             if found or not fits:
                 return Outcome(problem=other_regions(odd, *(found or _difference(mine, leader)), ran[0]))
@@ -156,6 +156,11 @@ def _lines_by_name(statement: Statement) -> dict[str, set[str]]:
 def _difference(first: Statement, second: Statement) -> tuple[str, str]:
     """The first read that differs between two ranks, in each one's words; if none does, their whole statements."""
     return first_difference(first.reads, second.reads, "read", 0) or (str(first), str(second))
+
+
+def _have_same_collectives(mine: AgreedPlan | None, theirs: AgreedPlan | None) -> bool:
+    """Whether two ranks' plans have the same collectives. None is the plan of a block in uncompiled code."""
+    return mine is theirs if mine is None or theirs is None else mine.has_collectives_of(theirs)
 
 
 def _other_codes(rank: int, other: int, statement: Statement) -> str:

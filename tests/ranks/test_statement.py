@@ -25,9 +25,9 @@ def ran(names: str) -> Statement:
     return says(names, what="ran", plan=AgreedPlan(("options", "training"), (), {}))
 
 
-def runs(names: str, kind: str = "training") -> Statement:
+def runs(names: str, kind: str = "training", *reads: str) -> Statement:
     """A rank that is about to run code which was compiled for equal layers."""
-    return says(names, what="runs", plan=AgreedPlan(("options", kind), (), {}))
+    return says(names, what="runs", plan=AgreedPlan(("options", kind, *reads), (), {}))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,7 @@ def runs(names: str, kind: str = "training") -> Statement:
         ([says("a"), ran("ab"), ran("ab")], 1),
         ([says("a"), runs("ab")], 1),
         ([ran("ab"), runs("ab")], 0),  # rank 0 has passed this position
+        ([runs("ab"), runs("ab", "training, in a checkpoint")], 0),  # other code with the same collectives
         ([says("abc", rest=("c",)), says("c")], 1),  # rank 0 has "a" and "b" already
         ([says("ab"), says("ba"), says("ba")], 1),  # what most of them say
         ([says("ab"), says("ba")], 0),
@@ -67,7 +68,7 @@ def test_who_leads(statements, leader):
         ([says("ab", model=("a: x",)), says("ab", model=("a: y",))], "a: y; rank 0 has: a: x"),
         ([says("ab"), ran("cd")], "Rank 0 .*; rank 1 has: "),
         ([ran("ab"), ran("cd"), says("ab")], "Rank 1 .*; rank 0 has: "),
-        ([ran("ab"), runs("ab", "a part, training")], "Ranks 0 and 1 .* other collectives .* from 'a' on"),
+        ([ran("ab"), runs("ab", "training", "resharded")], "Ranks 0 and 1 .* other collectives .* from 'a' on"),
         ([runs("ab"), runs("cd")], "Rank 1 .*; rank 0 has: "),
         ([says("ab", lines=("float32[4]", "int8[4]")), ran("ab")], r"Rank 1 .*float32.*; rank 0 has: b int8"),
         (
