@@ -314,13 +314,10 @@ def _read_eagerly(parameter: ShardedParameter, unit: Unit, full: Tensor | None, 
 def _blocks_of(unit: Unit) -> dict[Any, EagerBlock]:
     """The blocks of the running forward, or of the part that backward runs again; the caller adds to them."""
     eager = unit.eager
-    part = running_node()
-    if part is None and backward_id() != -1:  # compiled autograd runs all recomputations in one graph, without nodes
-        part = backward_id()
-    if unit.depth == 0 and eager.recomputing != part:
+    if unit.depth == 0 and eager.recomputing is not (node := running_node()):
         # because a recomputation calls no forward hook at its end
-        eager.recomputing, eager.blocks = part, None
-        at_end_of_backward(unit.end_recomputation)  # compiled autograd's graph does it in ``Reducer.end_of_graph``
+        eager.recomputing, eager.blocks = node, None
+        at_end_of_backward(unit.end_recomputation)
         eager.in_parts = True
         RUNTIME.reducer.take_part(unit)
     if eager.blocks is None:
