@@ -113,11 +113,13 @@ def test_the_batch_of_training_counts():
     """Not that of the evaluation before it, although it would save more."""
     with ranks() as mesh:
         with torch.no_grad():
-            evaluation = plan(sharded(mesh), batch=5, length=8192)
-        (advice,) = batch([*evaluation.calls, *plan(sharded(mesh), length=8192).calls])
-        assert "(now 2)" in advice.text
-        (advice,) = batch(evaluation.calls)
-        assert "(now 5)" in advice.text
+            evaluation = plan(sharded(mesh), batch=2, length=8192)
+        training = plan(sharded(mesh), batch=4, length=8192)
+        (advice,) = batch([*evaluation.calls, *training.calls])
+        (of_evaluation,) = batch(evaluation.calls)
+        assert "(now 4)" in advice.text
+        assert "(now 2)" in of_evaluation.text
+        assert of_evaluation.gain_seconds > advice.gain_seconds
 
 
 @pytest.mark.more

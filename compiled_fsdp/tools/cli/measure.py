@@ -26,12 +26,12 @@ from compiled_fsdp.tools.cli.hardware import facts, show_fit
     show_default=True,
     help="Where to measure; auto: on a GPU if there is one.",
 )
-@click.option("--force", is_flag=True, help="Measure even if the cache has a result.")
+@click.option("--force", "--again", "force", is_flag=True, help="Measure even if the cache has a result.")
 def measure(replicate: int, reshard_after_forward: int | None, device: str, force: bool) -> None:
     """Measure matrix products, copies and collectives, for later plans and training.
 
-    To be started by torchrun, as the training is: torchrun --nproc-per-node 8 -m compiled_fsdp measure. What is found
-    is cached: a training that calls measure_hardware(mesh) on the same ranks takes it from there.
+    To be started by torchrun, as the training is: torchrun --nproc-per-node 8 -m compiled_fsdp measure. The
+    result is cached: a training that calls measure_hardware(mesh) on the same ranks takes it from there.
     """
     if "RANK" not in os.environ:
         raise click.UsageError(
@@ -55,7 +55,7 @@ def measure(replicate: int, reshard_after_forward: int | None, device: str, forc
                 click.echo(f"  {fact}: {value}")
             show_fit(found.hardware, found.samples)
             if found.path is None:
-                click.echo("not kept: something else was running. Measure again when the machine is idle.")
+                click.echo("not kept: other programs were probably running. Measure again when the machine is idle.")
             else:
                 click.echo(f"kept as measured-{found.path.stem.removeprefix('hardware-')[:8]}, in {found.path}")
         dist.barrier()
