@@ -7,6 +7,7 @@ but it has to take part in the same collectives. It launches them from this desc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -81,11 +82,11 @@ class AgreedPlan(PlainData):
         """Whether a graph of this phase has all of the plan's collectives, and more."""
         return self._collectives(phase) < _without_bytes(collectives)
 
-    def _collectives(self, phase: str) -> set[str]:
+    def _collectives(self, phase: str) -> Counter[str]:
         buckets = self.buckets.get(phase, ())
         if phase == "backward" and self.repeats_forward:
             buckets = buckets[len(self.buckets.get("forward", ())) :]
-        return {f"{bucket.kind.value} of read {read}" for bucket in buckets for read in bucket.reads}
+        return Counter(f"{bucket.kind.value} of read {read}" for bucket in buckets for read in bucket.reads)
 
     def has_collectives_of(self, other: AgreedPlan) -> bool:
         """Whether both plans launch the same collectives, for parameters that may be those of different layers."""
@@ -97,6 +98,9 @@ class AgreedPlan(PlainData):
         return tuple(read.name for read in self.reads)
 
 
-def _without_bytes(collectives: Sequence[str]) -> set[str]:
-    """The lines about collectives, without sizes; those about milestones are left out."""
-    return {line.partition(",")[0] for line in collectives if " of read " in line}
+def _without_bytes(collectives: Sequence[str]) -> Counter[str]:
+    """The lines about collectives, without sizes; those about milestones are left out.
+
+    A line may be there several times. For example, two forwards before one backward gather a parameter twice in it.
+    """
+    return Counter(line.partition(",")[0] for line in collectives if " of read " in line)

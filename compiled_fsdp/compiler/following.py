@@ -51,6 +51,8 @@ class PlanFinder:
         bound = follower.plan_for(_by_parameter(region), self._kind)
         if bound is None or bound.plan.signature == self._signature:
             return None
+        if self._kind == "backward" and _without_kind(bound.plan.signature) == _without_kind(self._signature):
+            return None  # the same reads, gathered another number of times
         names = {parameter.name for parameter in region.parameters}
         same = self._kind == "backward" or set(bound.plan.names) == names
         # A whole forward that reads fewer parameters is another use of the model (for example its encoder alone), with
@@ -106,6 +108,10 @@ class PlanFinder:
     def learn(self, plan: AgreedPlan) -> BoundPlan:
         """Note that all ranks have agreed on ``plan`` for the region; return it with the region's parameters."""
         return RUNTIME.follower.known.learn(plan, self._kind, self._region.parameters)
+
+
+def _without_kind(signature: Signature) -> Signature:
+    return (*signature[:1], *signature[2:])
 
 
 def lines_of(region: Region) -> tuple[str, ...]:

@@ -465,6 +465,25 @@ def test_gathers_over_a_part_of_the_ranks(rank, world_size, kind):
     assert {read.backward_group for read in backward.reads if read.index in pieces} == {(groups["gather"], 2)}
 
 
+@pytest.mark.parametrize("twice", variants([1, 0], 1))
+@distributed(world_size=4)
+def test_two_forwards_before_a_backward_that_gathers_over_a_part_of_the_ranks(rank, world_size, twice):
+    """Such a backward gathers each parameter once for each forward, in the second step or in the first one."""
+
+    def step(model, index, backward_of=contextlib.nullcontext):
+        loss = loss_of(model, rank, index)
+        if index == twice:
+            loss = loss + loss_of(model, rank, 10 + index)
+        with backward_of():
+            loss.backward()
+        return loss.detach()
+
+    model = shard(broken(), fully_shard, reshard_after_forward=2)
+    compiles = functools.partial(compiled_autograd, codegen="aot_eager")
+    found = train(compiled(model), functools.partial(step, backward_of=compiles))
+    assert_same(found, train(fsdp2(broken(), reshard_after_forward=2), step), rtol=1e-6)
+
+
 @pytest.mark.more
 @distributed(world_size=4)
 def test_replicas(rank, world_size):
