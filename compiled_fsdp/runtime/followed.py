@@ -209,14 +209,9 @@ class _Run:
             self._launch_bucket(number, self._buckets[number])
 
     def _launch_bucket(self, number: int, bucket: AgreedBucket) -> None:
-        parameters = self.bound.parameters(bucket.reads)
+        parameters, recheck = self.bound.parameters(bucket.reads), self.bound.plan.recheck
         with torch.no_grad(), torch.inference_mode(False):
-            spec = replace(
-                spec_of(parameters, bucket.form),
-                copier=bucket.copier,
-                edge=bucket.edge,
-                recheck=self.bound.plan.recheck,
-            )
+            spec = replace(spec_of(parameters, bucket.form), copier=bucket.copier, edge=bucket.edge, recheck=recheck)
             shards, launch = [parameter.shard for parameter in parameters], self._prefetcher.get_or_launch
             launched = None if spec.edge is None else launch(parameters, shards, spec)
             self._in_flight[number] = GatherInFlight(parameters, spec, launched)
@@ -283,8 +278,10 @@ class FollowedBackward(_Run):
         super().__init__(bound, "backward", prefetcher)
         self._launch = launch
         self._reduction_of = {r: n for n, b in enumerate(self._buckets) if not b.kind.supplies for r in b.reads}
-        # No rank launches a backward bucket if no code asked for its parameters in forward.
-        self._launched = {n for n, b in enumerate(self._buckets) if bound.asked.isdisjoint(b.reads)}
+        # No rank launches a backward bucket if no code asked for its parameters in forward. But compiled autograd's
+        # graph launches all: this rank's graph may lack parameters that only other ranks gather (for a checkpoint).
+        asked = bound.asked if bound.kind != "backward" else set(bound.read_of.values())
+        self._launched = {n for n, b in enumerate(self._buckets) if asked.isdisjoint(b.reads)}
         self._grads: dict[int, Tensor] = {}
         self._arrived: Counter[int] = Counter()
         self._pending: dict[int, PendingReduceScatter] = {}

@@ -658,18 +658,27 @@ class Apart(nn.Sequential):
         return self[3](x)
 
 
-def _train_apart(rank: int, mesh: DeviceMesh, odds: Sequence[int], *, compiled_backward: bool, overlap: bool) -> None:
-    """Train for as many steps as there are `odds`, each with the layer whose input needs no gradient on rank 1."""
+def _train_apart(
+    rank: int, mesh: DeviceMesh, odds: Sequence[int], *, compiled_backward: bool, overlap: bool, accumulates=False
+) -> None:
+    """Train for as many steps as there are `odds`, each with the layer whose input needs no gradient on rank 1.
+
+    `accumulates`: layers have one weight each, and the last step alone reduces gradients.
+    """
     torch.manual_seed(7)
-    model = Apart(*(nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4)) for _ in range(4)))
+    layers = [nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4)) for _ in range(4)]
+    model = Apart(*(layer[0] if accumulates else layer for layer in layers))
     reference = copy.deepcopy(model)
     run = compiled(fully_shard(model, mesh=mesh, reshard_after_forward=True), overlap=overlap)
-    for odd in odds:
+    for step, odd in enumerate(odds, start=1):
+        model.set_requires_gradient_sync(not accumulates or step == len(odds))
         x = torch.randn(3, 4)
         loss = run(x, odd if rank == 1 else -1).square().sum()
         with compiled_autograd(codegen="aot_eager", overlap=overlap) if compiled_backward else nullcontext():
             loss.backward()
         reference(x, odd if rank == 1 else -1).square().sum().backward()
+        if accumulates and step < len(odds):
+            continue
         for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
             dist.all_reduce(expected.grad)
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad / dist.get_world_size())
@@ -690,6 +699,14 @@ def test_replicas_without_overlap(rank, world_size):
     """Code waits for each all-reduce before its next gather, so a rank that follows launches it as early."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _train_apart(rank, mesh, [2], compiled_backward=True, overlap=False)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("overlap", variants([False, True], False))
+def test_only_other_ranks_gather_a_layer_in_a_backward_that_reduces_nothing(rank, world_size, overlap):
+    """Compiled autograd's graph has none of its parameters on rank 1, which takes part in the gathers all the same."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    _train_apart(rank, mesh, [2, 2], compiled_backward=True, overlap=overlap, accumulates=True)
 
 
 @distributed(world_size=2, reset=True)
