@@ -128,6 +128,14 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def call_without_grad(graph: torch.fx.Graph, target: Callable[..., Any], *args: Any) -> torch.fx.Node:
+    """Insert a call in ``torch.no_grad()`` into a Dynamo graph, at a place where gradients are enabled."""
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    node = graph.call_function(target, args)
+    graph.call_function(torch._C._set_grad_enabled, (True,))
+    return node
+
+
 def stable_topological_sort(graph: torch.fx.Graph) -> None:
     """Move nodes after their inputs; all other nodes keep their places."""
     from torch._inductor.pattern_matcher import stable_topological_sort as sort

@@ -22,10 +22,11 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.effects import accumulate_grad
 from compiled_fsdp.buckets.reduction import PIECE
-from compiled_fsdp.compat.autograd import running_checkpoint
+from compiled_fsdp.compat.autograd import in_checkpoint, running_checkpoint
 from compiled_fsdp.compat.dynamo import graph_break_of, is_resume_frame, value_in_dynamo_graph
 from compiled_fsdp.compat.modules import innermost_forward
 from compiled_fsdp.compiler.branches import hoist_reads
+from compiled_fsdp.compiler.retained import return_retained
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.autograd import attach
 from compiled_fsdp.ops.pieces import hooks_failed, is_hook_code
@@ -64,6 +65,7 @@ class Region:
         shares_checkpoint: whether the same run of that checkpoint had another graph before, with other parameters.
         gathers: how often each read is gathered in compiled autograd's graph. For example, twice after two forwards.
         failed_hooks: the problem when a parameter's all-gather extensions were traced; "" if there was none.
+        retained: the indices of the reads whose full parameters are the graph's last results (``retained.py``).
     """
 
     reads: tuple[Read, ...]
@@ -80,6 +82,7 @@ class Region:
     shares_checkpoint: bool = False
     gathers: tuple[int, ...] = ()
     failed_hooks: str = ""
+    retained: tuple[int, ...] = ()
 
     @property
     def agreeing_group(self) -> ShardGroup | None:
@@ -253,14 +256,17 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     on_cpu = any(parameter.device.type == "cpu" for _, parameter in found)
     is_broken = graph_break_of(gm) is not None or is_resume_frame()
     is_fragment = not publishes and (is_broken or _eager_code_is_between())
-    gm.recompile()
     checkpoint = running_checkpoint() if is_fragment else None
+    id_places = tuple(_place_of_id(parameter, inputs) for parameter in numbering.parameters)
+    # A checkpoint in eager code runs the graph again, and gathers both times.
+    retained = () if in_checkpoint() or None in id_places else return_retained(gm, dict(found))
+    gm.recompile()
     return Region(
         reads=tuple(numbering.reads),
         groups=tuple(numbering.groups.widest),
         param_ids=frozenset(parameter.param_id for _, parameter in found),
         parameters=tuple(numbering.parameters),
-        id_places=tuple(_place_of_id(parameter, inputs) for parameter in numbering.parameters),
+        id_places=id_places,
         kind="backward" if publishes else "training" if torch.is_grad_enabled() else "inference",
         on_cpu=on_cpu,
         on_gloo=on_cpu and all(group.backend_of("cpu") in ("gloo", "fake") for group in numbering.groups.widest),
@@ -270,6 +276,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
         shares_checkpoint=_shares_checkpoint(checkpoint, {parameter.param_id for _, parameter in found}),
         is_fragment=is_fragment,
         is_broken=is_broken,
+        retained=retained,
     )
 
 

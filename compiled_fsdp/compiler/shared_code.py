@@ -55,7 +55,7 @@ def with_parameters(
     reads, compiled_for, patterns = region.reads, region.param_ids, options.bucket
     which = tuple(dict.fromkeys(place[0] for place in places if place is not None))
     first, position = places[0]
-    kind, is_broken = region.kind, region.is_broken
+    kind, is_broken, retained = region.kind, region.is_broken, region.retained
     # Reads that need no gather. The plan may still reduce their gradients.
     full = [n for n, read in enumerate(reads) if read.already_unsharded or (kind == "training" and read.world == 1)]
     noted: dict[tuple[int, ...], _Call] = {}  # by id() of tensors, which those of another model may get later
@@ -74,6 +74,14 @@ def with_parameters(
             call = noted[key] = _Call(tensors, plan, parameters_of_call(args, places))
         return call
 
+    def without_retained(results: Any, call: _Call) -> Any:
+        if not retained:
+            return results
+        parameters, end = call.parameters(), len(results) - len(retained)
+        for read, full in zip(retained, results[end:], strict=True):
+            unit_of(parameters[read]).retain(parameters[read], full)
+        return results[:end]
+
     def run(*args: Any) -> Any:
         RUNTIME.saved_tensors.stop()
         if (watcher := watch.current()) is not None:
@@ -83,7 +91,7 @@ def with_parameters(
             call.takes_part()
         if call.bound is not None:
             RUNTIME.follower.other_code_begins(call.bound)
-        return code(*args)
+        return without_retained(code(*args), call)
 
     def follow(*args: Any) -> Any:
         RUNTIME.saved_tensors.stop()
@@ -94,7 +102,7 @@ def with_parameters(
         RUNTIME.follower.code_begins(parameters, is_broken=is_broken)
         if full:
             RUNTIME.follower.note_full_by_block(parameters[0], [parameters[place] for place in full], kind)
-        result = code(*args)
+        result = without_retained(code(*args), call)
         bound = RUNTIME.follower.code_ends(parameters, follows or {})
         return result if bound is None or kind == "inference" else follow_in_backward(result, bound)
 

@@ -151,7 +151,9 @@ class ForwardHooks:
                     reshard_unseen(unit)
                 else:
                     unit.reshard()
-            elif runs_twice() or (in_body and in_lasting_body()):
+            elif in_body and in_lasting_body():
+                unit.end_in_checkpoint()
+            elif runs_twice():
                 pass  # the forward has retained nothing
             elif unit.unsharded_params is None and torch.is_grad_enabled():
                 unit.state = ShardState.RETAINED

@@ -117,6 +117,8 @@ class Unit:
         self.unsharding: UnshardHandle | None = None
         # Whether the end of the root's forward reshards this unit; on the root: any inner unit (``let_root_reshard``).
         self.resharded_by_root = self.reshards_others = False
+        # Whether a forward of the unit has ended in a checkpoint in a graph (``end_in_checkpoint``).
+        self.ends_in_checkpoint = False
         # The full trainable parameters by index, in a forward whose unused ones get zero gradients (``unused.py``).
         self.zero_grad_params: dict[int, torch.Tensor] | None = None
         # Dynamo guards on this text, and compiled code runs for one value only. It changes if all ranks agree on
@@ -302,6 +304,17 @@ class Unit:
         if self.depth == 0:
             self.eager.forget()
             self.put_back()
+
+    @torch.compiler.assume_constant_result
+    def end_in_checkpoint(self) -> None:
+        """Note that a forward ends in a checkpoint in a graph, where Dynamo lets it change nothing."""
+        self.ends_in_checkpoint = True
+
+    def retain(self, parameter: ShardedParameter, full: torch.Tensor) -> None:
+        """Keep a full parameter that a checkpoint in a graph has read, for the next microbatch."""
+        parameter.retained = full
+        if self.ends_in_checkpoint:
+            self.state = ShardState.RETAINED
 
     @torch.compiler.assume_constant_result
     def let_root_reshard(self) -> None:

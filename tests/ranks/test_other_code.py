@@ -732,6 +732,33 @@ def test_one_rank_checkpoints_a_layer_that_was_full(rank, world_size):
             param.grad = expected.grad = None
 
 
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("units", variants([False, True], False))
+@pytest.mark.parametrize("kind", variants(["checkpoint", "all in checkpoints", "break"], "break"))
+def test_one_rank_checkpoints_a_layer_whose_parameters_stay_for_the_next_microbatch(rank, world_size, kind, units):
+    """Ranks keep the same parameters, in and outside of checkpoints, so that none gathers alone in the next one."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    torch.manual_seed(7)
+    model = Model(OTHERS["checkpoint" if kind == "break" else kind])
+    reference = copy.deepcopy(model)
+    for unit in (model.a, model.b) if units else ():
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    run = broken(model) if kind == "break" else compiled(model)
+    for odds in [(0, 1), (None, None), (None, 0, 1, None)]:
+        for micro, odd in enumerate(odds):
+            model.set_reshard_after_backward(micro == len(odds) - 1)
+            x = torch.randn(3, 4)
+            with count_communication() as volume:
+                run(x, rank == odd).square().sum().backward()
+            reference(x, rank == odd).square().sum().backward()
+            assert micro == 0 or not volume["gather"].launches, str(volume)
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
+            param.grad = expected.grad = None
+
+
 @pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_the_rank_that_leads_with_another_layers_plan_fails_to_compile(rank, world_size):
