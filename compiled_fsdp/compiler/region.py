@@ -10,7 +10,6 @@ themselves are looked up from the inputs of the first call, and are not a part o
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -26,10 +25,11 @@ from compiled_fsdp.compat.autograd import in_checkpoint, running_checkpoint
 from compiled_fsdp.compat.dynamo import graph_break_of, is_resume_frame, value_in_dynamo_graph
 from compiled_fsdp.compat.modules import innermost_forward
 from compiled_fsdp.compiler.branches import hoist_reads
+from compiled_fsdp.compiler.merged_reads import READS, merge_reads
 from compiled_fsdp.compiler.retained import return_retained
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.autograd import attach
-from compiled_fsdp.ops.pieces import hooks_failed, is_hook_code
+from compiled_fsdp.ops.pieces import hooks_failed
 from compiled_fsdp.passes.graph import argument, set_argument
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.ranks.outline import outline_of
@@ -40,7 +40,6 @@ from compiled_fsdp.state.parameter import ShardedParameter
 
 # Ops that take one ``param_id`` out of a block's numbers: in Dynamo's graph, and in compiled autograd's graph.
 _CUTS = (torch.narrow, torch.ops.aten.slice.Tensor)
-READS = (schema.read, schema.unshard, attach)
 # Calls with a ``param_id``. Reductions are in compiled autograd's graphs, which may read nothing.
 CALLS_OF_PARAMETERS = (*READS, schema.reduce_grad, hooks_failed)
 
@@ -312,60 +311,6 @@ def _eager_code_is_between() -> bool:
         return True
     module = innermost_forward()
     return any(all(module is not own for own in unit.modules) for unit in registry.running_units())
-
-
-class _IdsOfBlocks:
-    """Takes one ``param_id`` out of a block's numbers in a Dynamo graph, with one node for each number."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[tuple[Node, int], Node] = {}
-        # The read that the number is for.
-        self.read: Any = None
-
-    def __call__(self, ids: Any, position: int) -> Any:
-        if (ids, position) not in self._nodes:
-            with self.read.graph.inserting_before(self.read):
-                node = self.read.graph.call_function(torch.narrow, (ids, 0, position, 1))
-            if (value := ids.meta.get("example_value")) is not None:
-                node.meta["example_value"] = value.narrow(0, position, 1)
-            self._nodes[ids, position] = node
-        return self._nodes[ids, position]
-
-
-def merge_reads(gm: GraphModule) -> None:
-    """Merge the reads of one parameter in one graph and grad mode into one node."""
-    for module in gm.modules():
-        if not isinstance(module, GraphModule):
-            continue
-        id_at = _IdsOfBlocks()
-        grad, inference = True, 0
-        first: dict[Any, Node] = {}
-        for node in list(module.graph.nodes):
-            if node.op != "call_function":
-                continue
-            name = getattr(node.target, "__name__", "")
-            if name == "_set_grad_enabled":
-                grad = bool(node.args[0])
-            elif name in ("_enter_inference_mode", "_exit_inference_mode"):
-                inference += 1 if name.startswith("_enter") else -1
-            elif node.target in READS:
-                if node.target is schema.read:
-                    id_at.read = node
-                    node.target, node.args = schema.unshard, schema.unshard_args(id_at, *node.args)
-                key = (grad, inference, node.args)
-                if not node.users:  # read but not used, as in next(self.parameters()).dtype
-                    module.graph.erase_node(node)
-                elif key in first:
-                    node.replace_all_uses_with(first[key])
-                    module.graph.erase_node(node)
-                else:
-                    first[key] = node
-            elif is_hook_code(node.target) or (node.target is operator.getitem and is_hook_code(node.args[0].target)):
-                same = first.setdefault((grad, inference, node.target, node.args), node)
-                if same is not node:
-                    node.replace_all_uses_with(same)
-                    module.graph.erase_node(node)
-        module.recompile()
 
 
 def _calls_with_parameters(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, ShardedParameter]]:
