@@ -2,7 +2,7 @@
 
 It does not know the plans. Compute runs in the graph's order. A collective starts when compute has launched it and all
 earlier collectives have ended. A wait stops compute until its collective has ended. Copies into and out of buckets are
-compute like any other.
+compute like any other. Time is the collectives' own, as in ``passes/plan/simulate.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def price(
         nodes: the number of nodes that the ranks are on; None: as few as possible.
     """
     costs = node_costs(gm, fused=True)
-    now = free = exposed = 0.0
+    now = free = exposed = lag = 0.0
     busy: list[tuple[float, float]] = []
     ends: dict[Node, float] = {}
     count = passed = 0
@@ -79,10 +79,11 @@ def price(
                     room = work if passed == len(busy) else min(work, busy[passed][0] - now)
                     now, work = now + room, work - room
                 else:
-                    slow = 1 + hardware.contention
+                    both = 1 + hardware.contention.collective
+                    slow = (1 + costs[node].contention(hardware)) / both
                     done = min(work, (busy[passed][1] - now) / slow)
-                    now, work = now + done * slow, work - done
-    return Price(max(now, free), peak_bytes(gm, backward=backward, shards=shards), exposed, count)
+                    now, work, lag = now + done * slow, work - done, lag + done * slow * (both - 1)
+    return Price(max(now, free) + lag, peak_bytes(gm, backward=backward, shards=shards), exposed, count)
 
 
 def _full(node: Node) -> object:

@@ -103,12 +103,15 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
     model_collectives = tuple(models.priced(node, *places) for node, places in segments.model_places().items())
     live = _memory(gm, segments, ctx, set(gathers), set(reductions))
     costs = node_costs(gm, fused=ctx.fused)
-    seconds = [0.0] * (segments.end + 1)
+    seconds, slowed = [0.0] * (segments.end + 1), [0.0] * (segments.end + 1)
     for node, segment in segments.of.items():
-        seconds[segment] += costs[node].seconds(ctx.hardware)
+        took = costs[node].seconds(ctx.hardware)
+        seconds[segment] += took
+        slowed[segment] += took * costs[node].contention(ctx.hardware)
+    contention = [more / took if took else 0.0 for took, more in zip(seconds, slowed, strict=True)]
     tasks = Tasks(
         phase=ctx.phase,
-        segments=tuple(map(ComputeSegment, map(tuple, segments.milestones), seconds, live)),
+        segments=tuple(map(ComputeSegment, map(tuple, segments.milestones), seconds, live, contention)),
         gathers=tuple(sorted((tasks_by_node[n] for n in gathers), key=lambda task: task.first)),
         reductions=tuple(sorted((tasks_by_node[n] for n in reductions), key=lambda task: task.first)),
         channels=channels | models.channels,
@@ -117,7 +120,8 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
         kernel_seconds=ctx.hardware.kernel,
         host_copy_seconds=1 / ctx.hardware.host_copy,
         **_host_costs(costs.values(), len(model_collectives), ctx.hardware),
-        contention=ctx.hardware.contention,
+        copy_contention=ctx.hardware.contention.memory,
+        collective_contention=ctx.hardware.contention.collective,
         persistent=persistent_bytes(ctx),
         largest_block_bytes=_largest_block(ctx),
         kernels=ctx.kernels,

@@ -184,9 +184,9 @@ def test_the_page_of_profiles_runs(tmp_path):
 
 @pytest.mark.more
 def test_the_plan_of_a_model_of_the_page(tmp_path):
-    """docs/planning.md: the reader's own model by its command, and the program that writes a profile."""
+    """docs/planning.md: the reader's own model by its command."""
     text = (ROOT / "docs/planning.md").read_text()
-    model, profile = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (model,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "my_model.py").write_text(model)
     (command, shown) = re.search(
         r"^compiled-fsdp (plan --model my_model:.*)\n```\n\n```text\n(.*?)^```", text, re.M | re.S
@@ -195,8 +195,6 @@ def test_the_plan_of_a_model_of_the_page(tmp_path):
     lines, expected = ([line.rstrip() for line in lines.splitlines()] for lines in (printed, shown))
     assert len(lines) == len(expected)
     assert lines == expected or not torch.__version__.startswith("2.13")
-    output_of("-c", profile, folder=tmp_path)
-    assert "h100" in (tmp_path / "h100-500w.json").read_text()
 
 
 def blocks_of(page: str) -> list[str]:

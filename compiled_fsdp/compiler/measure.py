@@ -34,14 +34,14 @@ from compiled_fsdp.buckets.spec import SINGLE, BucketSpec, Kind
 from compiled_fsdp.buckets.transport import GroupNames
 from compiled_fsdp.compiler.hardware import float32_is_tf32, local_nodes, measured
 from compiled_fsdp.compiler.samples import Measurement, Samples, cache_folder, keep, kept, samples_from_json
-from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
+from compiled_fsdp.passes.cost import PROFILES, Contention, Curve, Hardware, profile_of
 from compiled_fsdp.sharding.mesh import check_reshard_after_forward, mesh_of_all_ranks, post_forward_group
 from compiled_fsdp.sharding.process_groups import ShardGroup
 
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-_VERSION = 7  # of the method of measuring; a part of the cache's key
+_VERSION = 8  # of the method of measuring; a part of the cache's key
 _REPEATS = 3  # repeats of a measurement; the median counts
 _QUEUED = 4  # the least number of collectives that are launched one after another
 _MOST_QUEUED = 128
@@ -229,7 +229,7 @@ class _Stopwatch:
             name=f"{_device_name(self.device)}, measured with {self.ranks} ranks",
             flops={**flops, "float16": flops["bfloat16"], "float64": flops["float32"] / 2},
             copy=copy,
-            contention=self._contention() if communicates else 0.0,
+            contention=self._contention() if communicates else Contention(),
             each=grouped,
             host_collective=self._host_collective() if communicates else base.host_collective,
             gather=curves("gather", shards, self.part),
@@ -297,15 +297,17 @@ class _Stopwatch:
         source = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return 2 * size / self.seconds(source.clone)
 
-    def _contention(self) -> float:
-        """Return the share by which matrix products take longer while gathers are in flight."""
-        n, products = (2048, 8) if self.device.type == "cuda" else (768, 8)
-        x = torch.randn(n, n, device=self.device)
+    def _contention(self) -> Contention:
+        """Return how much gathers slow down compute, and compute gathers, in the dtype that the device trains in."""
+        n, dtype = (4096, torch.bfloat16) if self.device.type == "cuda" else (768, torch.float32)
+        x = torch.randn(n, n, device=self.device, dtype=dtype)
+        product, collective = self._slow_each_other(lambda: [x @ x for _ in range(8)])
+        long = torch.zeros(2**28 if self.device.type == "cuda" else 2**24, device=self.device, dtype=torch.uint8)
+        memory, _ = self._slow_each_other(lambda: [long.clone() for _ in range(8)])
+        return Contention(product, product, memory, collective)
 
-        def compute() -> None:
-            for _ in range(products):
-                x @ x
-
+    def _slow_each_other(self, compute: Callable[[], Any]) -> tuple[float, float]:
+        """Return the shares by which ``compute`` takes longer beside gathers, and gathers beside ``compute``."""
         alone = self.seconds(compute)
         gather = partial(self._gather, self.shards)
         # Several gathers in a row: each begins with a copy of this rank's shard, which must not count for all its time.
@@ -316,10 +318,11 @@ class _Stopwatch:
         while True:
             slowed, done = self._beside(compute, size, count)
             if done > slowed + seconds / 2 or 2 * count > _MOST_BESIDE:
-                return contention(alone, slowed)
+                gathers = self.seconds(partial(gather, size, count))
+                return contention(alone, slowed), contention_of_collectives(gathers, slowed, done)
             count *= 2  # the gathers ended before compute: a network may carry the first ones quicker
 
-    def _beside(self, compute: Callable[[], None], size: int, count: int) -> tuple[float, float]:
+    def _beside(self, compute: Callable[[], Any], size: int, count: int) -> tuple[float, float]:
         """Return the median seconds until compute beside ``count`` gathers is done, and until the gathers are done."""
         slowed, done = [], []
         for _ in range(2 * _REPEATS - 1):
@@ -419,6 +422,20 @@ def contention(alone: float, slowed: float) -> float:
         slowed: seconds of the same compute beside collectives.
     """
     return min(max(slowed / alone - 1, 0.0), _MOST_CONTENTION)
+
+
+def contention_of_collectives(alone: float, beside: float, done: float) -> float:
+    """Return the share by which collectives take longer beside compute.
+
+    In the first ``beside`` seconds ``beside / (1 + share)`` seconds of them are done, and then the rest at full speed.
+
+    Args:
+        alone: seconds of all collectives without compute.
+        beside: seconds for which compute runs beside the first of them.
+        done: seconds until all of them are done.
+    """
+    speed = 1 - (done - alone) / beside  # of the collectives beside compute
+    return min(max(1 / speed - 1, 0.0), _MOST_CONTENTION) if speed > 0 else _MOST_CONTENTION
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:

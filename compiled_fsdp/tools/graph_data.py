@@ -17,8 +17,9 @@ def graph_data(report: GraphReport, name: str) -> dict[str, Any]:
         ``name``, ``phase``, ``from_cache``, ``graph_break`` (reason and code line, or None), ``batch``, ``any_batch``,
         ``hardware`` (the hardware that it is planned for, and the source of those figures);
         ``compute_s`` (without collectives), ``comm_s`` (of compiled_fsdp's collectives, on the wires), ``step_s``
-        (planned), ``exposed_s``, ``lower_bound_s``; ``peak_bytes``, ``peak_parts_bytes`` (``persistent``,
-        ``unsharded``, ``activations``, ``buckets``), ``peak_lower_bound_bytes``, ``budget_bytes`` (None for no limit);
+        (planned), ``exposed_s``, ``contention_s`` (compute takes longer beside collectives), ``lower_bound_s``;
+        ``peak_bytes``, ``peak_parts_bytes`` (``persistent``, ``unsharded``, ``activations``, ``buckets``),
+        ``peak_lower_bound_bytes``, ``budget_bytes`` (None for no limit);
         ``collectives`` in launch order, each with its places in the compiled graph; ``tasks``, the plan in time, as
         ``tools/timeline.py`` describes it. Seconds and bytes are for one call on one rank. A figure that the graph does
         not have is None.
@@ -36,6 +37,7 @@ def graph_data(report: GraphReport, name: str) -> dict[str, Any]:
         "comm_s": sum(collective.seconds for collective in report.collectives),
         "step_s": None if numbers is None else numbers.simulated,
         "exposed_s": None if numbers is None else numbers.exposed,
+        "contention_s": None if numbers is None else numbers.contention,
         "lower_bound_s": None if numbers is None else numbers.bound,
         "peak_bytes": None if numbers is None else numbers.peak,
         "peak_parts_bytes": None if peak is None else peak._asdict(),

@@ -212,7 +212,7 @@ class _Drawing:
         for at, segment in enumerate(self.tasks.segments):
             self._copies_at(at, now)
             begin = self._after_models_own(at)
-            now = self._worked(begin, segment.seconds)
+            now = self._worked(begin, segment.seconds, segment.contention)
             self.place.append(len(self.compute))
             self.compute.append(Task(", ".join(segment.milestones), COMPUTE, COMPUTE, begin, now - begin))
         lanes = [*self.compute, *self._ours(), *self._models()]
@@ -224,12 +224,12 @@ class _Drawing:
         now = self.simulation.reached[at]
         launched, waited = self.tasks.model_events.get(at, ((), ()))
         for _ in launched:
-            now = self._worked(now, self.tasks.launch_seconds)
+            now = self._worked(now, self.tasks.launch_seconds, self.tasks.copy_contention)
         return max(now, *(self.simulation.model_timings[i].end for i in waited), now)
 
-    def _worked(self, start: float, seconds: float) -> float:
+    def _worked(self, start: float, seconds: float, contention: float) -> float:
         """Return when compute of ``seconds`` ends that begins at ``start``. It is slower beside collectives."""
-        slow, now = 1 + self.tasks.contention, start
+        slow, now = 1 + contention, start
         for begin, end in self.busy:
             if end <= now or slow == 1:
                 continue
@@ -265,7 +265,8 @@ class _Drawing:
         launch = timing.launch
         self.waits[i] = now
         there = max(now, timing.end)
-        done = self._worked(there, self.tasks.costs_of(launch.kind, launch.indices, launch.form).unpacking)
+        unpacking = self.tasks.costs_of(launch.kind, launch.indices, launch.form).unpacking
+        done = self._worked(there, unpacking, self.tasks.copy_contention)
         if done > there:
             self.compute.append(Task(f"unpack {self._name(i)}", COMPUTE, COMPUTE, there, done - there))
         return done

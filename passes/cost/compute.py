@@ -1,13 +1,16 @@
 """The time of a graph's compute: a roofline for each kernel, with Inductor's fusion taken into account.
 
-A node takes ``max(operations / rate, bytes / rate)``. Operations are torch's own count (``torch.utils.flop_counter``).
-Only bytes that reach memory count. Pointwise operations and reductions that depend on each other, with no matrix
-product or other library kernel in between, become one kernel, and their intermediate results are not written.
+A node takes ``max(operations / rate, bytes / rate)``. Operations are torch's own count (``torch.utils.flop_counter``),
+of which causal attention skips half. Matrix products have a rate that depends on their shape, and fused attention has
+rates of its own. Only bytes that reach memory count. Pointwise operations and reductions that depend on each other,
+with no matrix product or other library kernel in between, become one kernel, and their intermediate results are not
+written.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,6 +40,12 @@ _COUNTED_AS = {
     "_scaled_dot_product_flash_attention_for_cpu": aten._scaled_dot_product_flash_attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": aten._scaled_dot_product_flash_attention_backward,
 }
+# Matrix products whose output is divided into tiles, each with the places of its two factors among its arguments.
+_PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2), aten._scaled_mm: (0, 1)}
+_TILE = 128
+"""Rows and columns of an output tile of a matrix product. CUTLASS's and cuBLAS's usual tiles are 128 x 128 or larger."""
+_LEAST_SPLIT = 1024
+"""The least length of the inner dimension for which a tile is split."""
 # Namespaces of ops that do not count as compute: compiled_fsdp's ops and collectives, which have their own prices.
 _PRICED_BY_CURVES = ("compiled_fsdp", "_c10d_functional", "c10d_functional")
 
@@ -53,13 +62,24 @@ class Cost:
     kernels: int
     # The dtype of its result, as "float32".
     dtype: str
+    # The kind of kernel: "product", "attention", "attention_backward" or "memory".
+    kind: str = "memory"
+    # Of a matrix product: its number of output tiles, and into how many parts each can be split; else (0, 0).
+    tiles: tuple[int, int] = (0, 0)
 
     def seconds(self, hardware: Hardware) -> Any:
         """The node's time on ``hardware``: a number, or a sympy expression of the symbolic sizes."""
         symbolic = isinstance(self.flops, sympy.Basic) or isinstance(self.bytes, sympy.Basic)
-        at_work, at_memory = self.flops / hardware.matmul(self.dtype), self.bytes / hardware.copy
+        rate = hardware.matmul(self.dtype) * hardware.share_of_multiprocessors(*self.tiles)
+        if self.kind.startswith("attention"):
+            rate *= hardware.attention[self.kind == "attention_backward"]
+        at_work, at_memory = self.flops / rate, self.bytes / hardware.copy
         larger = sympy.Max(at_work, at_memory) if symbolic else max(at_work, at_memory)
         return larger + self.kernels * hardware.kernel
+
+    def contention(self, hardware: Hardware) -> float:
+        """The share by which the node takes longer beside a collective."""
+        return getattr(hardware.contention, self.kind.removesuffix("_backward"))
 
 
 NO_COST = Cost(0, 0, 0, "float32")
@@ -95,7 +115,14 @@ def node_costs(gm: GraphModule, *, fused: bool, symbolic: bool = False) -> dict[
         )  # fmt: skip
         if materialised:
             moved += _bytes_of(node, size)
-        costs[node] = Cost(_counted(node, size, failed), moved, int(library or not fused or materialised), _dtype(node))
+        costs[node] = Cost(
+            _counted(node, size, failed),
+            moved,
+            int(library or not fused or materialised),
+            _dtype(node),
+            _kind(node),
+            (0, 0) if symbolic else _tiles(node),
+        )
     for op, error in failed.items():
         log.warning("no operations counted for %s: %r", op, error)
     return costs
@@ -109,14 +136,50 @@ def total_seconds(costs: Mapping[Node, Cost], hardware: Hardware) -> Any:
 
 def is_library(node: Node) -> bool:
     """Whether a node is always a kernel of its own, which is never fused."""
-    packet = getattr(node.target, "overloadpacket", None)
+    op = _call_of(node)[0]
+    packet = getattr(op, "overloadpacket", None)
     if packet is None:
         return node.op == "call_function" and not is_getitem(node)
-    return packet in _LIBRARY_KERNELS or packet in flop_registry or packet.__name__ in _COUNTED_AS or not _is_aten(node)
+    return packet in _LIBRARY_KERNELS or packet in flop_registry or packet.__name__ in _COUNTED_AS or not _is_aten(op)
 
 
-def _is_aten(node: Node) -> bool:
-    return getattr(node.target, "namespace", "") in ("aten", "prims")
+def _call_of(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The op that a node runs, and its arguments.
+
+    In a checkpoint, random ops are wrapped: ``run_and_save_rng_state(op, *args)`` in forward, and
+    ``run_with_rng_state(state, op, *args)`` in backward. For example attention, because it may have dropout. Such nodes
+    have no ``meta["val"]``.
+    """
+    if getattr(node.target, "__name__", "").endswith("rng_state"):
+        place = next(i for i, argument in enumerate(node.args) if hasattr(argument, "overloadpacket"))
+        kwargs = {name: given for name, given in node.kwargs.items() if name != "rng_state"}
+        return node.args[place], node.args[place + 1 :], kwargs
+    return node.target, node.args, node.kwargs
+
+
+def _kind(node: Node) -> str:
+    op = _call_of(node)[0]
+    packet = getattr(op, "overloadpacket", op)
+    name = getattr(packet, "__name__", "")
+    if "attention" in name:
+        return "attention_backward" if "backward" in name else "attention"
+    return "product" if packet in _PRODUCTS or "convolution" in name else "memory"
+
+
+def _tiles(node: Node) -> tuple[int, int]:
+    """The number of output tiles of a matrix product, and into how many parts each can be split."""
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    places = _PRODUCTS.get(packet)
+    if places is None or "val" not in node.meta:
+        return 0, 0
+    left, right = (value(node.args[place]).shape for place in places)
+    *batch, rows, inner = map(hint, left)
+    tiles = math.prod(batch) * -(-rows // _TILE) * -(-hint(right[-1]) // _TILE)
+    return tiles, max(1, inner // _LEAST_SPLIT)
+
+
+def _is_aten(op: Any) -> bool:
+    return getattr(op, "namespace", "") in ("aten", "prims")
 
 
 def _computes(node: Node) -> bool:
@@ -184,18 +247,20 @@ def _counted(node: Node, size: Any, failed: dict[str, Exception]) -> Any:
 
 
 def _flops(node: Node, size: Any) -> Any:
-    packet = getattr(node.target, "overloadpacket", None)
+    op, op_args, op_kwargs = _call_of(node)
+    packet = getattr(op, "overloadpacket", None)
     packet = _COUNTED_AS.get(getattr(packet, "__name__", ""), packet)
     count = flop_registry.get(packet)
-    if count is None or "val" not in node.meta or not hasattr(count, "__wrapped__"):
+    if count is None or ("val" not in node.meta and op is node.target) or not hasattr(count, "__wrapped__"):
         return 0  # formulas that are not wrapped need tensors: attention over sequences of different lengths
 
     def counted(size: Any) -> Any:
         def shape(node: Node) -> Any:  # the formulas take shapes, here as plain numbers, so that they add no guards
             return tree_map(lambda v: tuple(map(size, v.shape)) if isinstance(v, torch.Tensor) else v, value(node))
 
-        args, kwargs = torch.fx.map_arg(node.args, shape), torch.fx.map_arg(node.kwargs, shape)
-        return count(*args, **kwargs, out_val=shape(node))
+        args, kwargs = torch.fx.map_arg(op_args, shape), torch.fx.map_arg(op_kwargs, shape)
+        operations = count(*args, **kwargs, out_val=shape(node) if "val" in node.meta else None)
+        return operations / 2 if _is_causal(node) else operations
 
     try:
         return counted(size)
@@ -208,6 +273,17 @@ def _flops(node: Node, size: Any) -> Any:
         return counted(lambda length: written.setdefault(hint(length), size(length)))
 
 
+def _is_causal(node: Node) -> bool:
+    """Whether a fused attention skips the operations above the diagonal, which torch's formulas count."""
+    op, args, kwargs = _call_of(node)
+    schema = getattr(op, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "is_causal":
+            return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+    return False
+
+
 def _dtype(node: Node) -> str:
-    tensors = tensors_in(node.meta.get("val"))
+    arguments = (argument for argument in _call_of(node)[1] if isinstance(argument, Node))
+    tensors = tensors_in(node.meta["val"] if "val" in node.meta else [of.meta.get("val") for of in arguments])
     return str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"

@@ -42,6 +42,25 @@ class Wires:
 
 
 @dataclass(frozen=True)
+class Contention:
+    """How much compute and collectives slow each other down while both run.
+
+    For example, with ``product=0.35`` a matrix product that takes 1 ms alone takes 1.35 ms beside a collective.
+
+    Attributes:
+        product: the share by which matrix products and convolutions take longer beside a collective.
+        attention: the same for fused attention kernels.
+        memory: the same for all other kernels, which are bound by memory.
+        collective: the share by which a collective takes longer beside compute.
+    """
+
+    product: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    collective: float = 0.0
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One rank's device and its wires. More than 20 attributes: one for each number that is measured or looked up.
 
@@ -53,8 +72,12 @@ class Hardware:
 
     Attributes:
         name: the name in logs. Like all other attributes it is part of the keys of compile caches.
-        flops: floating-point operations per second that matrix products reach, by dtype ("bfloat16"). "tf32" is the
-            rate of float32 if tensor cores may round it.
+        flops: floating-point operations per second that large matrix products reach, by dtype ("bfloat16"). "tf32" is
+            the rate of float32 if tensor cores may round it.
+        multiprocessors: the number of multiprocessors, over which the tiles of a matrix product are divided; 0 if the
+            rate does not depend on the shape.
+        attention: the shares of ``flops`` that fused attention kernels reach in forward and in backward, counting the
+            operations inside the mask only.
         copy: bytes per second, read plus written, of kernels that are bound by memory.
         kernel: seconds that every kernel takes in addition to its work.
         host_kernel: seconds that the host takes to launch a kernel, if the device is not the host.
@@ -71,7 +94,7 @@ class Hardware:
         latency: seconds of a collective, in addition to its hops.
         each: seconds for every further tensor of a coalesced collective.
         host_copy: bytes per second between the device and pinned host memory.
-        contention: the share by which compute slows down while a collective runs: 0.25 is a quarter longer.
+        contention: how much compute and collectives slow each other down.
         reduce_moves: the bytes that a reduce-scatter moves over the wires, as a multiple of an all-gather's bytes: 2
             with gloo, whose reduce-scatter is an all-reduce inside.
         gather: measured curves of all-gathers, by (number of ranks, number of nodes). A measured curve takes precedence
@@ -94,7 +117,9 @@ class Hardware:
     host_kernel: float = 0.0
     host_collective: float = 0.0
     host_computes: bool = False
-    contention: float = 0.0
+    contention: Contention = Contention()
+    multiprocessors: int = 0
+    attention: tuple[float, float] = (0.5, 0.5)
     reduce_moves: float = 1.0
     spans_hosts: bool = False
     nics_per_node: int = 1
@@ -157,6 +182,23 @@ class Hardware:
         """Floating-point operations per second in ``dtype``; for an unknown dtype the rate of float32."""
         return self.flops.get(dtype, self.flops["float32"])
 
+    def share_of_multiprocessors(self, tiles: int, most_splits: int) -> float:
+        """The share of the multiprocessors that work during a matrix product of so many output tiles.
+
+        Tiles run in waves of one for each multiprocessor, and the last wave may be partly empty (NVIDIA, Matrix
+        Multiplication Background User's Guide, "wave quantization"). If there are few tiles, each is split along the
+        inner dimension.
+
+        Args:
+            tiles: the number of output tiles.
+            most_splits: into how many parts a tile can be split.
+        """
+        if not self.multiprocessors or not tiles:
+            return 1.0
+        tiles *= max(1, min(self.multiprocessors // tiles, most_splits))
+        waves = -(-tiles // self.multiprocessors)
+        return tiles / (waves * self.multiprocessors)
+
     def to_json(self) -> str:
         """This hardware as JSON; ``from_json`` reads it back."""
         data = asdict(self)
@@ -179,8 +221,9 @@ class Hardware:
         found = replace(from_data(Hardware, data, "the hardware"), **known)
         curves = [curve for kind in _KINDS for curve in known[kind].values()]
         rates = [found.copy, found.host_copy, *found.flops.values()]
-        rates += [of.bytes_per_second for of in (found.inside, found.between, *curves)]
-        seconds = [found.latency, found.each, found.kernel, found.host_kernel, found.host_collective, found.contention]
+        rates += [of.bytes_per_second for of in (found.inside, found.between, *curves)] + [*found.attention]
+        seconds = [found.latency, found.each, found.kernel, found.host_kernel, found.host_collective]
+        seconds += asdict(found.contention).values()
         seconds += [value for curve in curves for value in (curve.latency, curve.each)]
         if not (all(rate > 0 for rate in rates) and all(value >= 0 for value in seconds)):  # NaN fails, too
             raise Unfit("the hardware has a rate that is not above zero, or a time below it")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compiled_fsdp.passes.cost.hardware import Hardware, Wires
+from compiled_fsdp.passes.cost.hardware import Contention, Hardware, Wires
 
 _LL128_LATENCY, _GROUPED = 14.0e-6, 2.0e-6
 _NVLINK_HOP, _NETWORK_HOP = 1.9e-6, 4.0e-6
@@ -37,7 +37,8 @@ _PCIE_HOP = 5.0e-6  # assumed: NCCL's tables have 5.7 us for LL128 over PCI on A
 
 H100 = Hardware(
     name="h100",
-    # data sheet (SXM): 989 TFLOP/s dense in bf16, 67 in fp32. Large matrix products reach 65 to 80 %: 70 % assumed.
+    # data sheet (SXM): 989 TFLOP/s dense in bf16, 67 in fp32. Large matrix products alone reach 80 % (MAMF of
+    # stas00/ml-engineering), and 70 % in published steps at 700 W (docs/references.md).
     flops=_matmul(692e12, 50e12),
     copy=0.9 * 3.35e12,  # data sheet: 3.35 TB/s; 90 % assumed for streaming kernels
     kernel=2e-6,  # assumed: the gap between two kernels of a stream
@@ -48,7 +49,13 @@ H100 = Hardware(
     nics_per_node=8,
     inside=Wires(_NVLINK_HOP, 360e9),  # NVIDIA/nccl-tests#326: "360 GB/s is exactly what we'd expect on H100"
     between=_NETWORK_400G,
-    contention=0.05,  # assumed: NCCL's channels take a few of 132 multiprocessors
+    # pytorch/pytorch#179937: matrix products take 1.3 to 1.4 times as long beside NCCL; assumed for other kernels, too.
+    # Nothing is published on how much NCCL slows down.
+    contention=Contention(0.35, 0.35, 0.35),
+    multiprocessors=132,  # data sheet
+    # FlashAttention-3 (arXiv:2407.08608), figures 5 and 6, for FlashAttention-2: 319 TFLOP/s in a causal forward of 4k
+    # tokens with heads of 128, 310 in backward, over 774 for large products
+    attention=(0.42, 0.40),
     latency=_LL128_LATENCY,
     each=_GROUPED,
     host_copy=_PCIE_COPY * _PCIE_5,
@@ -57,6 +64,7 @@ H100 = Hardware(
 H100_PCIE = replace(
     H100,
     name="h100-pcie",
+    multiprocessors=114,  # data sheet
     flops=_matmul(0.7 * 756e12, 0.7 * 51e12),  # data sheet: 756 TFLOP/s dense in bf16, 51 in fp32; the H100's share
     copy=0.9 * 2.0e12,  # data sheet: 2 TB/s
     inside=Wires(_PCIE_HOP, _PCIE_RING * _PCIE_5),  # without NVLink bridges, which join two cards only
@@ -74,6 +82,8 @@ H100_NVL = replace(
 H200 = replace(
     H100,  # data sheet: the same multiprocessors, clock and links
     name="h200",
+    # 78 % of the data sheet, fitted to a published step on one card (docs/references.md, row 1), as one H100 reached
+    flops=_matmul(0.78 * 989e12, 50e12),
     copy=0.9 * 4.8e12,  # data sheet: 4.8 TB/s
     memory=141 * 10**9,  # data sheet
 )
@@ -91,7 +101,8 @@ GH200 = replace(
 
 A100 = Hardware(
     name="a100",
-    flops=_matmul(0.8 * 312e12, 0.8 * 19.5e12),  # data sheet: 312 TFLOP/s in bf16, 19.5 in fp32; 80 % assumed
+    # data sheet: 312 TFLOP/s in bf16, 19.5 in fp32. Large products alone reach 87 % (MAMF), 80 % in published steps.
+    flops=_matmul(0.8 * 312e12, 0.8 * 19.5e12),
     copy=0.9 * 2.039e12,  # data sheet (80 GB SXM): 2,039 GB/s
     kernel=H100.kernel,
     host_kernel=H100.host_kernel,
@@ -101,7 +112,11 @@ A100 = Hardware(
     nics_per_node=8,
     inside=Wires(_NVLINK_HOP, 208e9),  # NVIDIA/nccl-tests#178: 208 GB/s; #149: about 200
     between=_NETWORK_200G,
-    contention=0.08,  # assumed: 108 multiprocessors
+    # NVIDIA/nccl#1428: 1.2 to 1.8 times as long, by kernel; the H100's, which fits published steps
+    contention=Contention(0.35, 0.35, 0.35),
+    multiprocessors=108,  # data sheet
+    # FlashAttention-2 (arXiv:2307.08691), figures 5 and 6: about 175 TFLOP/s in a causal forward, 160 in backward
+    attention=(0.65, 0.60),
     latency=_LL128_LATENCY,
     each=_GROUPED,
     host_copy=_PCIE_COPY * _PCIE_4,
@@ -117,6 +132,7 @@ A100_PCIE = replace(
 L40S = replace(
     A100_PCIE,
     name="l40s",
+    multiprocessors=142,  # data sheet
     flops=_matmul(0.7 * 362e12, 0.7 * 91.6e12),  # data sheet: 362 TFLOP/s dense in bf16, 91.6 in fp32; 70 % assumed
     copy=0.9 * 864e9,  # data sheet: 864 GB/s
     memory=48 * 10**9,  # data sheet
@@ -125,6 +141,7 @@ L40S = replace(
 A10G = replace(
     A100_PCIE,
     name="a10g",
+    multiprocessors=80,  # published for AWS's card
     # published for AWS's card: 70 TFLOP/s dense in bf16, 35 in fp32 and in TF32; 80 % assumed
     flops=_matmul(0.8 * 70e12, 0.8 * 35e12),
     copy=0.9 * 600e9,  # 600 GB/s
@@ -137,6 +154,7 @@ A10G = replace(
 B200 = replace(
     H100,
     name="b200",
+    multiprocessors=148,  # published: two dies of 74
     # data sheet: 2.25 PFLOP/s dense in bf16, 80 TFLOP/s in fp32; the H100's share
     flops=_matmul(0.7 * 2250e12, 0.7 * 80e12),
     copy=0.9 * 8.0e12,  # data sheet: 8 TB/s
@@ -147,6 +165,7 @@ B200 = replace(
 B300 = replace(
     B200,  # data sheet (HGX): the B200's rates in bf16 and fp32, and its links
     name="b300",
+    multiprocessors=160,  # published: two dies of 80
     memory=270 * 10**9,  # data sheet: 2.1 TB for a node of 8
     between=Wires(_NETWORK_HOP, 2 * 340e9),  # data sheet: 800 Gb/s for each GPU
 )
@@ -178,7 +197,7 @@ CPU = Hardware(
     between=Wires(100e-6, 0.11e9),
     latency=300e-6,
     each=300e-6,  # gloo does not group: each tensor is a collective of its own
-    contention=0.25,
+    contention=Contention(0.25, 0.25, 0.25),
     reduce_moves=2.0,  # a reduce-scatter is an all-reduce inside gloo
 )
 

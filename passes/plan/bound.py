@@ -92,9 +92,8 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         jobs[tasks.channels[task.channel].stream].append((complete, length, 0.0))
     for stream, stream_jobs in jobs.items():
         seconds = max(seconds, jackson([*stream_jobs, *_jobs_of_model(tasks, stream, heads, tails)]))
-    # for each second of a collective, either compute beside it is slowed, or compute waits; before the first compute
-    # and after the last, it waits
-    slowed = tasks.contention / (1 + tasks.contention)
+    # each collective slows the compute beside it, or compute waits; before the first compute and after the last, it
+    # waits
     on_channel = {stream: sum(length for _, length, _ in of) for stream, of in jobs.items()}
     begin = next((i for i, segment in enumerate(tasks.segments) if segment.seconds), end)
     finish = next((i + 1 for i in range(end, -1, -1) if tasks.segments[i].seconds), end)
@@ -104,6 +103,7 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
     compute, waits = tasks.seconds_before[-1], sum(spans) - tasks.seconds_before[-1]
     worst = max(seconds, tasks.host_bound(launches))
     copies = _forced_copies(tasks) + launches * tasks.launch_seconds
+    beside_compute, beside_all = _LeastLoss(tasks), _LeastLoss(tasks, copies)
     for stream, busy in on_channel.items():
         of_gathers = [(task, s) for task, s in gathers if tasks.channels[task.channel].stream == stream]
         of_reductions = [(task, s) for task, s in reductions if tasks.channels[task.channel].stream == stream]
@@ -112,23 +112,52 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         alone = sum(ahead) + sum(after)
         of_model = _jobs_of_model(tasks, stream, heads, tails)
         whole = busy + sum(length for _, length, _ in of_model)
-        seconds = max(seconds, compute + slowed * whole + (1 - slowed) * alone)
+        seconds = max(seconds, compute + alone + beside_compute.of(whole - alone))
         # collectives that do not fit into the waits for the model's own collectives slow the compute beside them
         at_once = [i for i, of in enumerate(tasks.model_collectives) if of.at == of.wait and stream in of.streams]
         hidden = waits - sum(tasks.model_seconds[i] for i in at_once)
-        beside = slowed * max(0.0, busy - hidden)
-        seconds = max(seconds, compute + waits + beside)
+        more = busy - hidden
+        seconds = max(seconds, compute + waits + beside_compute.of(more))
         cheapest = min(channel.latency for channel in tasks.channels.values() if channel.stream == stream)
         alone += cheapest * (bool(ahead) + bool(after))
         whole += latency.get(stream, 0.0)
-        idle = max(0.0, alone - copies * (1 + tasks.contention))  # copies may run beside the collectives that are alone
-        worst = max(worst, seconds, whole, compute + slowed * whole + (1 - slowed) * alone)
-        worst = max(worst, compute + copies + slowed * whole + (1 - slowed) * idle, compute + waits + copies + beside)
+        # copies may run beside the collectives that are alone
+        idle = max(0.0, alone - copies * (1 + tasks.copy_contention))
+        worst = max(worst, seconds, whole, compute + alone + beside_compute.of(whole - alone))
+        worst = max(worst, compute + copies + idle + beside_all.of(whole - idle))
+        worst = max(worst, compute + waits + copies + beside_all.of(more))
         # gathers without reductions, and reductions without gathers
         before_use = [(tails[task.first], s) for task, s in of_gathers]
         after_compute = [(complete, s) for complete, s, _ in jobs[stream][len(before_use) :]]
         worst = max(worst, batched(before_use, cheapest), batched(after_compute, cheapest))
     return Bound(seconds, tasks.persistent + max(least), worst)
+
+
+class _LeastLoss:
+    """The least seconds that a stream's collectives add to the compute of a graph, by the seconds of the collectives.
+
+    A collective runs beside compute, which both slow down, or compute waits for it. A second of a collective beside a
+    segment with contention c takes ``1 + collective_contention`` seconds, of which the segment loses ``c / (1 + c)``.
+    The segments that lose least come first; then compute waits, which loses each second.
+    """
+
+    def __init__(self, tasks: Tasks, copies: float = 0.0) -> None:
+        both = 1 + tasks.collective_contention
+        compute = [(segment.seconds, segment.contention) for segment in tasks.segments]
+        self._parts = sorted(
+            (both * share / (1 + share), seconds * (1 + share) / both)
+            for seconds, share in [*compute, (copies, tasks.copy_contention)]
+        )
+
+    def of(self, seconds: float) -> float:
+        """The least loss, in seconds, of so many seconds of collectives."""
+        lost, left = 0.0, max(0.0, seconds)
+        for loss, room in self._parts:
+            if loss >= 1:
+                break
+            beside = min(left, room)
+            lost, left = lost + loss * beside, left - beside
+        return lost + left
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ class Numbers:
     simulated: float
     # Seconds that compute waits for gathers and reductions.
     exposed: float
+    # Seconds by which compute and copies take longer because collectives run beside them.
+    contention: float
     # Bytes at the peak of this plan.
     peak: int
     # The memory budget in bytes; None for no budget.
@@ -45,16 +47,25 @@ class Numbers:
         return (
             f"serial {1e3 * self.serial:.3f} ms, bound {1e3 * self.bound:.3f}, planned {1e3 * self.simulated:.3f} "
             f"(gap {self.gap:.1%}, overlap efficiency {self.efficiency:.0%}), exposed {1e3 * self.exposed:.3f} ms, "
-            f"peak {self.peak / 1e6:,.1f} MB{budget} (least {self.least_peak / 1e6:,.1f} MB)"
+            f"contention {1e3 * self.contention:.3f} ms, peak {self.peak / 1e6:,.1f} MB{budget} (least {self.least_peak / 1e6:,.1f} MB)"
         )
 
 
 def numbers(tasks: Tasks, simulation: Simulation, budget: float | None) -> Numbers:
     """Compute the numbers that summarize a graph's plan."""
     bound = lower_bound(tasks, budget)
-    on_channel = sum(timing.end - timing.start for timing in simulation.timings)
-    serial = simulation.seconds - simulation.exposed + on_channel
-    return Numbers(serial, bound.seconds, simulation.seconds, simulation.exposed, simulation.peak, budget, bound.peak)
+    launches = [timing.launch for timing in simulation.timings]
+    on_channel = sum(tasks.costs_of(of.kind, of.indices, of.form).on_channel for of in launches)
+    return Numbers(
+        serial=simulation.seconds - simulation.exposed - simulation.contention + on_channel,
+        bound=bound.seconds,
+        simulated=simulation.seconds,
+        exposed=simulation.exposed,
+        contention=simulation.contention,
+        peak=simulation.peak,
+        budget=budget,
+        least_peak=bound.peak,
+    )
 
 
 def model_line(tasks: Tasks, simulation: Simulation) -> str | None:

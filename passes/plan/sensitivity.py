@@ -14,10 +14,10 @@ from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 class ShiftedRate:
     """The time of a plan if one rate is lower or higher than assumed, by the share ``RATE_ERROR``."""
 
-    # "compute", "link", "latency", "copies" or "host".
+    # "compute", "link", "latency", "contention", "copies" or "host".
     rate: str
     # Whether the rate is lower, so that the plan takes longer; else it is higher. A lower rate of latency is a longer
-    # latency.
+    # latency, and one of contention a larger contention.
     lower: bool
     # Seconds of the plan with this rate.
     seconds: float
@@ -57,9 +57,21 @@ def shifted_rates(tasks: Tasks) -> Iterator[tuple[str, bool, Tasks]]:
         }
         if late != tasks.channels:
             yield "latency", lower, replace(tasks, channels=late)
+        if tasks.has_contention:
+            yield "contention", lower, with_contention(tasks, 1 / share)
         for rate, names in _SECONDS.items():
             if any(getattr(tasks, name) for name in names):
                 yield rate, lower, replace(tasks, **{name: getattr(tasks, name) / share for name in names})
+
+
+def with_contention(tasks: Tasks, times: float) -> Tasks:
+    """Return the same tasks with all contention multiplied by ``times``."""
+    return replace(
+        tasks,
+        segments=tuple(replace(segment, contention=segment.contention * times) for segment in tasks.segments),
+        copy_contention=tasks.copy_contention * times,
+        collective_contention=tasks.collective_contention * times,
+    )
 
 
 _SECONDS = {

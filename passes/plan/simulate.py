@@ -4,6 +4,11 @@ A launch packs its bucket on the compute stream. Its collective starts when comp
 launched before it on the same stream are done. A wait stops compute until the collective is done, and then unpacks.
 The whole graph takes at least the time that the host needs for its launches.
 
+Compute and collectives slow each other down while both run (``ComputeSegment.contention`` and
+``Tasks.collective_contention``). The clock runs in the collectives' time: it stands still for the share of each second
+that a collective loses beside compute, and this lag is added in the end. So a collective has the same length wherever
+it is, and all streams share one clock, because compute slows each of them by the same share.
+
 The model's own collectives are launched and waited for at the starts of segments, as in the graph. One that uses the
 same link as gathers or reductions is in their FIFO.
 
@@ -12,6 +17,7 @@ same link as gathers or reductions is in their FIFO.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +67,8 @@ class Simulation:
     curve: tuple[int, ...]
     # One for each of ``Tasks.model_collectives``.
     model_timings: tuple[ModelTiming, ...] = ()
+    # Seconds by which compute and copies take longer because collectives run beside them.
+    contention: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -86,12 +94,14 @@ def simulate(tasks: Tasks, schedule: Schedule) -> Simulation:
     check(tasks, schedule)
     clock = _Clock(tasks, schedule)
     clock.advance_all()
+    clock.convert()
     return Simulation(
-        max(clock.now, tasks.host_bound(len(schedule))),
-        tuple(clock.all_timings()),
+        max(clock.seconds, tasks.host_bound(len(schedule))),
+        tuple(CollectiveTiming(launch, *times) for launch, times in zip(schedule, clock.timings, strict=True)),
         tuple(clock.reached),
         memory_curve(tasks, schedule),
         tuple(ModelTiming(*times) for times in clock.model_timings),
+        clock.lost,
     )
 
 
@@ -99,6 +109,7 @@ def timeline(tasks: Tasks, schedule: Schedule) -> tuple[list[tuple[float, float]
     """Return (start, end) of each collective, and when compute reaches each segment, without checking the schedule."""
     clock = _Clock(tasks, schedule)
     clock.advance_all()
+    clock.convert()
     return [(start, end) for _, start, end, _ in clock.timings], clock.reached
 
 
@@ -110,7 +121,7 @@ def makespan(tasks: Tasks, schedule: Schedule, *, host: bool = True) -> float:
     """
     clock = _Clock(tasks, schedule)
     clock.advance_all()
-    return max(clock.now, tasks.host_bound(len(schedule))) if host else clock.now
+    return max(clock.seconds, tasks.host_bound(len(schedule))) if host else clock.seconds
 
 
 def check(tasks: Tasks, schedule: Schedule) -> None:
@@ -135,12 +146,17 @@ def check(tasks: Tasks, schedule: Schedule) -> None:
 
 
 class _Clock:
-    """The compute stream and the channels while a schedule runs."""
+    """The compute stream and the channels while a schedule runs, in the collectives' time (see the module's text)."""
 
     def __init__(self, tasks: Tasks, schedule: Schedule) -> None:
         self.tasks, self.schedule = tasks, schedule
         self.costs = [tasks.costs_of(launch.kind, launch.indices, launch.form) for launch in schedule]
         self.now, self.segment = 0.0, 0
+        self.lag = 0.0  # real seconds minus ``now``
+        self.lags: list[
+            tuple[float, float]
+        ] = []  # pairs of ``now`` and ``lag`` before and after each growth of the lag
+        self.lost = 0.0  # real seconds in which compute made no progress because collectives ran beside it
         self.channel_free: dict[int, float] = {}
         self.busy: list[tuple[float, float]] = []  # when any stream is busy; in order of start if there is one stream
         self.passed = 0  # the number of busy intervals that ended before now
@@ -148,8 +164,26 @@ class _Clock:
         self.timings: list[list[float]] = []
         self.model_timings: list[list[float]] = []
 
-    def all_timings(self) -> list[CollectiveTiming]:
-        return [CollectiveTiming(launch, *times) for launch, times in zip(self.schedule, self.timings, strict=True)]
+    @property
+    def seconds(self) -> float:
+        return self.now + self.lag
+
+    def convert(self) -> None:
+        """Convert the recorded times to real seconds. The lag grows evenly between two pairs of ``lags``."""
+        if not self.lags:
+            return
+        known, lags = zip(*self.lags, strict=True)
+
+        def real(time: float) -> float:
+            after = bisect.bisect_left(known, time)
+            if after in (0, len(known)):
+                return time + lags[after - 1] * (after > 0)
+            (begin, lag), (end, more) = self.lags[after - 1 : after + 1]
+            return time + lag + (more - lag) * (time - begin) / (end - begin)
+
+        self.reached = list(map(real, self.reached))
+        for timing in (*self.timings, *self.model_timings):
+            timing[:3] = map(real, timing[:3])
 
     def advance_all(self) -> None:
         model_events, end = self.tasks.model_events, self.tasks.end
@@ -180,7 +214,7 @@ class _Clock:
 
     def _run_model_collectives(self, launched: Sequence[int], waited: Sequence[int]) -> None:
         for i in launched:
-            self._work((self.tasks.launch_seconds,))
+            self._copy(self.tasks.launch_seconds)
             streams = self.tasks.model_collectives[i].streams
             start = max(self.now, *(self.channel_free.get(stream, 0.0) for stream in streams))
             end = start + self.tasks.model_seconds[i]
@@ -195,21 +229,33 @@ class _Clock:
     def _compute_to(self, index: int) -> None:
         tasks = self.tasks
         noted = len(self.reached) - self.segment  # 1 if the current segment is in ``reached`` already, else 0
-        if not tasks.contention:
+        if not tasks.has_contention:
             start, done = self.now, tasks.seconds_before[self.segment]
             before = tasks.seconds_before[self.segment + noted : index]
             self.reached += [start + seconds - done for seconds in before]
             self.now = start + tasks.seconds_before[index] - done
         else:
-            self.reached += self._work(tasks.segment_seconds[self.segment : index])[noted:]
+            here = slice(self.segment, index)
+            self.reached += self._work(tasks.segment_seconds[here], tasks.segment_slowdowns[here])[noted:]
         self.segment = index
 
-    def _work(self, pieces: Sequence[float]) -> list[float]:
-        """Compute for each of these seconds in turn, more slowly while a collective runs; return when each begins."""
-        now, busy, passed, slow = self.now, self.busy, self.passed, 1 + self.tasks.contention
+    def _copy(self, seconds: float) -> None:
+        """Copy, or launch, for so many seconds of the compute stream."""
+        self._work((seconds,), (1 + self.tasks.copy_contention,))
+
+    def _work(self, pieces: Sequence[float], slowdowns: Sequence[float]) -> list[float]:
+        """Compute for each of these seconds in turn, more slowly while a collective runs; return when each begins.
+
+        Args:
+            pieces: seconds that each piece takes alone.
+            slowdowns: how many times as long each piece takes beside a collective.
+        """
+        now, busy, passed = self.now, self.busy, self.passed
+        beside = 1 + self.tasks.collective_contention  # real seconds for each of ``now`` while both run
         count, begun = len(busy), []
-        for seconds in pieces:
+        for seconds, slowdown in zip(pieces, slowdowns, strict=True):
             begun.append(now)
+            slow = slowdown / beside
             while seconds > 0:
                 while passed < count and busy[passed][1] <= now:
                     passed += 1
@@ -223,18 +269,24 @@ class _Clock:
                     seconds -= free
                     continue
                 left = (end - now) / slow
-                if left < seconds:
-                    now = end
-                    seconds -= left
-                else:
-                    now += seconds * slow
-                    break
+                done = min(left, seconds)
+                before, now = now, end if left < seconds else now + seconds * slow
+                self.lost += done * (slowdown - 1)
+                if beside > 1:
+                    self._fall_behind(before, now, beside - 1)
+                seconds -= done
         self.now, self.passed = now, passed
         return begun
 
+    def _fall_behind(self, before: float, now: float, share: float) -> None:
+        if not self.lags or self.lags[-1][0] != before:
+            self.lags.append((before, self.lag))
+        self.lag += share * (now - before)
+        self.lags.append((now, self.lag))
+
     def _launch(self, index: int) -> None:
         costs = self.costs[index]
-        self._work((costs.packing,))
+        self._copy(costs.packing)
         start = max(self.now, self.channel_free.get(costs.stream, 0.0))
         end = start + costs.on_channel
         self.channel_free[costs.stream] = end
@@ -245,7 +297,7 @@ class _Clock:
         timing = self.timings[index]
         timing[3] = max(0.0, timing[2] - self.now)
         self.now = max(self.now, timing[2])
-        self._work((self.costs[index].unpacking,))
+        self._copy(self.costs[index].unpacking)
 
 
 def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:

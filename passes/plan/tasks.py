@@ -36,6 +36,8 @@ class ComputeSegment:
     seconds: float
     # The most bytes alive while it runs, without the bytes that gathers and reductions hold (see ``CollectiveTask``).
     bytes: int
+    # The share by which it takes longer beside a collective: 0.25 is a quarter longer.
+    contention: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,10 @@ class Tasks(PlainData):
     host_launch_seconds: float = 0.0
     # Seconds of the host to launch all kernels of compute and the model's own collectives.
     host_seconds: float = 0.0
-    # The share by which compute slows down while a collective runs: 0.25 is a quarter longer.
-    contention: float = 0.0
+    # The share by which copies and launches take longer beside a collective.
+    copy_contention: float = 0.0
+    # The share by which a collective takes longer beside compute.
+    collective_contention: float = 0.0
     # Bytes that are held during the whole graph: shards, gradients, optimizer state (``extract.persistent_bytes``).
     persistent: int = 0
     # Bytes of the full parameters of the largest unit or repeated block.
@@ -142,6 +146,17 @@ class Tasks(PlainData):
     def segment_seconds(self) -> tuple[float, ...]:
         """The compute of each segment in seconds."""
         return tuple(segment.seconds for segment in self.segments)
+
+    @cached_property
+    def segment_slowdowns(self) -> tuple[float, ...]:
+        """How many times as long each segment's compute takes beside a collective."""
+        return tuple(1 + segment.contention for segment in self.segments)
+
+    @cached_property
+    def has_contention(self) -> bool:
+        """Whether compute and collectives slow each other down."""
+        contention = (self.copy_contention, self.collective_contention, *(s.contention for s in self.segments))
+        return any(contention)
 
     @cached_property
     def seconds_before(self) -> tuple[float, ...]:

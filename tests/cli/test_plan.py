@@ -176,6 +176,30 @@ def test_options_are_those_of_training():
     assert computed["selective"] < computed["full"]
 
 
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("llama3-8b", 8.03e9), ("llama3-70b", 70.6e9), ("llama3-405b", 405.9e9), ("llama2-7b", 6.738e9),
+        ("llama2-70b", 68.98e9), ("mixtral-8x7b", 46.7e9), ("mpt-7b", 6.658e9),
+    ],
+)  # fmt: skip
+def test_named_models_have_as_many_parameters_as_published(name, published):
+    with torch.device("meta"):
+        model = Decoder(SHAPES[name])
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(published, rel=2e-3)
+
+
+def test_a_model_with_learned_positions_and_a_tied_head():
+    shape = replace(SHAPES["mpt-7b"], dim=64, heads=4, kv_heads=4, hidden=256, layers=2, vocabulary=512, positions=128)
+    step = estimate(replace(TINY, model=shape))
+    assert step.parameters == 512 * 64 + 128 * 64 + 2 * (4 * 64**2 + 2 * 64 * 256 + 2 * 64) + 64
+    with pytest.raises(NotPlannable, match="learned positions and the tied head of mpt-7b"):
+        estimate(replace(TINY, model=shape, tensor_parallel=2))
+    bucketed = estimate(replace(TINY, model=shape, options=(("bucket", "module"),)))
+    launches = [task.name for graph in bucketed.graphs for task in graph.timeline.tasks if task.kind == "gather"]
+    assert len(launches) == 3 + 3  # in forward and in backward one for each layer, and one for the root
+
+
 def test_a_model_of_my_own():
     """The root alone is sharded, so its repeated layers are blocks."""
     done = run("--model", f"{__name__}:OfMyOwn", "--inputs", f"{__name__}:of_my_own", "--world-size", 4)

@@ -17,6 +17,7 @@ from compiled_fsdp.base import logs
 from compiled_fsdp.compiler import measure
 from compiled_fsdp.compiler.measure import contention, fit, gathers_beside
 from compiled_fsdp.compiler.samples import Samples
+from compiled_fsdp.passes.cost import Contention
 from tests.harness import batch, compiled, distributed, shard
 from tests.harness.fake import fake_group
 from tests.harness.meshes import mesh_2d
@@ -158,16 +159,25 @@ def test_contention_is_of_compute_that_has_gathers_beside_it_all_the_time(share,
 
     def beside(self, compute, size, count):
         counts.append(count)
-        return (1.0, 1.0) if count < 40 else (1 + share, 3.0)
+        return (1.0, 1.0) if count < 40 else (1 + share, 2 + share)
 
     monkeypatch.setattr(measure._Stopwatch, "_beside", beside)
     monkeypatch.setattr(measure._Stopwatch, "seconds", lambda self, run, repeats=3: 1.0)
     with fake_group(2):
         stopwatch = measure._Stopwatch(init_device_mesh("cpu", (2,)), torch.device("cpu"), None)
-        assert stopwatch._contention() == pytest.approx(share)
+        assert stopwatch._slow_each_other(lambda: None)[0] == pytest.approx(share)
     assert counts == sorted(counts)
     assert counts[-1] >= 40
     assert 0 == contention(1.0, 0.9) < contention(1.0, 1.5) < contention(1.0, 1e9) < 10
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_contention_of_collectives(share):
+    """Of 6 s of gathers, 4 s of compute beside them let some be done; the rest takes as long as alone."""
+    done = 4 + (6 - 4 / (1 + share))
+    assert measure.contention_of_collectives(6.0, 4.0, done) == pytest.approx(share)
+    assert measure.contention_of_collectives(6.0, 4.0, 5.9) == 0
+    assert measure.contention_of_collectives(6.0, 4.0, 20.0) == measure._MOST_CONTENTION
 
 
 def test_gathers_are_in_flight_for_as_long_as_the_compute():
@@ -192,7 +202,8 @@ def test_times_of_a_busy_machine_are_not_kept(rank, world_size):
         return sizes, wild if busy else straight
 
     assert measure.off_by(Samples("gather", 2, 1, sizes, straight)) < 1e-6
-    rates = dict.fromkeys(("_matmul", "_copy", "_contention", "_host_collective"), lambda *_: 1.0)
+    rates = dict.fromkeys(("_matmul", "_copy", "_host_collective"), lambda *_: 1.0)
+    rates["_contention"] = lambda *_: Contention()
     with (
         mock.patch.dict(os.environ, {"COMPILED_FSDP_CACHE_DIR": folder[0]}),
         mock.patch.multiple(measure._Stopwatch, _times=times, **rates),

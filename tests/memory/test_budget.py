@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_fsdp import WirePolicy, explain, fully_shard
-from compiled_fsdp.passes.cost import PROFILES, Wires
+from compiled_fsdp.passes.cost import PROFILES, Contention, Wires
 from compiled_fsdp.passes.plan.plain_schedules import usual_limit
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.simulate import memory_curve
@@ -126,7 +126,9 @@ def test_what_stays_unsharded_saves_exposed_time_under_the_budget():
 def test_overlap_on_quick_wires():
     """Where communication takes no longer than compute, at most a gather is exposed in forward, and a gather and a
     reduction in backward; no other wait stands right after its launch."""
-    quick = replace(PROFILES["cpu"], latency=1e-6, each=1e-6, inside=Wires(1e-6, 20e9), kernel=0.0, contention=0.0)
+    quick = replace(
+        PROFILES["cpu"], latency=1e-6, each=1e-6, inside=Wires(1e-6, 20e9), kernel=0.0, contention=Contention()
+    )
     forward, backward = planned.__wrapped__(hardware=quick)
     assert sum(f.exposed > 0 for f in forward.collectives) <= 1
     for kind in ("gather", "reduce"):

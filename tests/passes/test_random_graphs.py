@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from compiled_fsdp.buckets.transport import WAIT
 from compiled_fsdp.passes.context import PassContext
-from compiled_fsdp.passes.cost import PROFILES, Hardware, Wires
+from compiled_fsdp.passes.cost import PROFILES, Contention, Hardware, Wires
 from compiled_fsdp.passes.memory import peak_bytes
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
@@ -145,8 +145,9 @@ WIRES = st.tuples(st.sampled_from([1e-6, 1e-3]), st.sampled_from([1e-7, 1e-2]), 
 def hardware_of(wires: tuple[float, ...]) -> Hardware:
     latency, each, speed, copy, contention = wires
     return replace(
-        PROFILES["cpu"], latency=latency, each=each, inside=Wires(0.0, speed), copy=copy, contention=contention
-    )
+        PROFILES["cpu"], latency=latency, each=each, inside=Wires(0.0, speed), copy=copy,
+        contention=Contention(contention, contention, contention / 2, contention / 2),
+    )  # fmt: skip
 
 
 @QUICK

@@ -43,13 +43,13 @@ def check(graph, tasks, simulation):
     computed = [task for task in graph.tasks if task.kind == COMPUTE]
     segments = [task for task in computed if not task.name.startswith(("pack", "unpack"))]
     assert len(segments) == tasks.end + 1
-    if not tasks.contention:
+    if not tasks.has_contention:
         assert sum(t.duration_s for t in segments) == pytest.approx(sum(s.seconds for s in tasks.segments))
     exposed = sum(task.exposed_s for task in graph.tasks)
     launches = tasks.launch_seconds * len(tasks.model_collectives)
     last = max(max((task.end_s for task in computed), default=0.0), simulation.reached[-1])
     spent = sum(t.duration_s for t in computed) + exposed + launches
-    assert spent == pytest.approx(last) if not (tasks.contention and launches) else spent <= last + 1e-9
+    assert spent == pytest.approx(last) if not (tasks.has_contention and launches) else spent <= last + 1e-9
     assert graph.duration_s == simulation.seconds >= last - 1e-9
     assert max(held for _, held in graph.memory) == simulation.peak
 

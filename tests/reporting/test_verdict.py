@@ -34,19 +34,19 @@ def test_verdict_and_advice(explained):
         """\
 4 units with 8 sharded parameters, 2 planned graphs, no graph breaks
 times are planned for h100 (the option 'hardware': built-in profile, not measured)
-[0] forward 2.7 ms = compute 1.2 + exposed 1.1 + overhead 0.4; bound 1.8 ms (+50%)
-    exposed: 1.1 of 1.9 ms on the network; gather of table.weight and 1 more, needed at the start
+[0] forward 2.8 ms = compute 1.2 + exposed 0.9 + overhead 0.6; bound 1.9 ms (+49%)
+    exposed: 0.9 of 1.9 ms on the network; gather of table.weight and 1 more, needed at the start
     peak 648.4 MB: shards+grads+optimizer 43.5, unsharded 262.1, activations 8.4, buckets 334.4
-[1] backward 4.1 ms = compute 2.2 + exposed 1.3 + overhead 0.6; bound 2.7 ms (+51%)
-    exposed: 1.3 of 3.5 ms on the network; reduction of table.weight and 1 more, complete at the end
+[1] backward 4.5 ms = compute 2.3 + exposed 1.2 + overhead 1.1; bound 3.2 ms (+43%)
+    exposed: 1.2 of 3.5 ms on the network; reduction of table.weight and 1 more, complete at the end
     peak 739.7 MB: shards+grads+optimizer 43.5, unsharded 131.1, activations 497.0, buckets 68.2
-a training step, [0] + [1]: 6.7 ms, 2.4 ms of it exposed; no plan beats the bound, 4.5 ms
+a training step, [0] + [1]: 7.3 ms, 2.1 ms of it exposed; no plan beats the bound, 5.0 ms
 advice, each change alone:
-  1. leave buckets to the planner: the option bucket='auto' instead of 'module' saves 1.3 ms
-  2. the gather of table is exposed 0.905 ms: give it its own unit (fully_shard it), which saves
-     0.392 ms
-  3. there is room for 332.4 MB more: keep head, layers.0, layers.2 and 1 more unsharded from
-     forward to backward (reshard_after_forward=False), which saves 0.295 ms""",
+  1. leave buckets to the planner: the option bucket='auto' instead of 'module' saves 1.4 ms
+  2. the gather of table is exposed 0.904 ms: give it its own unit (fully_shard it), which saves
+     0.567 ms
+  3. there is room for 332.4 MB more: keep head, layers.2, layers.1 and 1 more unsharded from
+     forward to backward (reshard_after_forward=False), which saves 0.557 ms""",
     )
 
 
@@ -83,16 +83,16 @@ times are planned for h100 (the option 'hardware': built-in profile, not measure
 
               size      at   between      ms   exposed   form   why not earlier   parameters
  --------------------------------------------------------------------------------------------------
- gather   262.1 MB   24-29         0   0.907     0.905   flat   data              table.weight and
+ gather   262.1 MB   24-29         0   0.907     0.904   flat   data              table.weight and
                                                                                   1 more
- gather    67.1 MB   28-44         3   0.343     0.102   flat   queue             layers.0.* (2)
- gather    67.1 MB   43-67        11   0.343     0.040   flat   queue             layers.1.* (2)
- gather    67.1 MB   66-86        11   0.343     0.043   flat   queue             layers.2.* (2)
+ gather    67.1 MB   28-44         3   0.343     0.034   flat   queue             layers.0.* (2)
+ gather    67.1 MB   43-67        11   0.343     0.000   flat   queue             layers.1.* (2)
+ gather    67.1 MB   66-86        11   0.343     0.000   flat   compute-limited   layers.2.* (2)
 
-serial 3.507 ms, bound 1.777, planned 2.661 (gap 49.7%, overlap efficiency 49%), exposed 1.089 ms,
-peak 648.4 MB (least 540.5 MB)
-with a rate 30% lower or higher, ms: compute 3.074 or 2.506, link 3.236 or 2.358, latency 2.916 or
-2.524, copies 2.684 or 2.649, host 2.661 or 2.661
+serial 3.495 ms, bound 1.852, planned 2.755 (gap 48.8%, overlap efficiency 45%), exposed 0.937 ms,
+contention 0.259 ms, peak 648.4 MB (least 540.5 MB)
+with a rate 30% lower or higher, ms: compute 3.259 or 2.518, link 3.251 or 2.520, latency 2.931 or
+2.669, contention 2.806 or 2.723, copies 2.873 or 2.720, host 2.755 or 2.755
 
 """,
     )

@@ -24,7 +24,7 @@ from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.tools.cli.parallel import mesh_of, shard, split_over
-from compiled_fsdp.tools.cli.shapes import SHAPES, Decoder
+from compiled_fsdp.tools.cli.shapes import SHAPES, Decoder, Shape
 from compiled_fsdp.tools.timeline import GraphTimeline, Timeline, of_report
 
 # Dense bf16 peaks, FLOP/s, by the names of the profiles that have a data sheet. MFU is a share of them.
@@ -44,8 +44,8 @@ class Setting:
     """The setting of a planned step.
 
     Attributes:
-        model: a name of ``SHAPES``, or "package.module:function", which returns a module. With ``tensor_parallel`` the
-            function takes the mesh of that dimension.
+        model: a shape or its name in ``SHAPES``, or "package.module:function", which returns a module. With
+            ``tensor_parallel`` the function takes the mesh of that dimension.
         inputs: "package.module:function", which takes batch and sequence and returns the tuple of the model's
             arguments; "" for a named model.
         world_size: how many ranks there are.
@@ -59,9 +59,10 @@ class Setting:
         checkpointing: for a named model: one of ``CHECKPOINTING``.
         budget: bytes on each rank; None for no limit.
         wire: the codecs of gathers and reductions, as ``wire_policy`` reads them.
+        options: further options of the backend, for example ``(("bucket", "module"),)``.
     """
 
-    model: str
+    model: str | Shape
     inputs: str
     world_size: int
     replicate: int
@@ -74,6 +75,7 @@ class Setting:
     checkpointing: str
     budget: float | None
     wire: str = "none"
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ def estimate(setting: Setting) -> Estimate:
         mesh = mesh_of(setting.replicate, shards, setting.tensor_parallel)
         model, args = _model_of(setting, mesh["tensor"])
         parameters = sum(param.numel() for param in model.parameters())
-        shape = SHAPES.get(setting.model)
+        shape = _shape_of(setting)
         flops = None
         if shape is not None:
             flops = shape.flops_per_token(model, setting.sequence) * tokens
@@ -237,13 +239,13 @@ def estimate(setting: Setting) -> Estimate:
         except OverBudget:
             raise
         except Exception as error:  # the model may raise anything
-            raise NotPlannable(f"{setting.model} cannot be sharded and captured: {_one_line(error)}") from error
+            raise NotPlannable(f"{_name_of(setting)} cannot be sharded and captured: {_one_line(error)}") from error
         if breaks:
             reason, where = breaks[0]
             raise NotPlannable(f"the model's graph breaks, and only a whole graph can be planned: {reason}, at {where}")
         graphs = tuple(GraphEstimate.of(report) for report in reports if report.tasks and report.simulation)
     if not graphs:
-        raise NotPlannable(f"{setting.model} has no graph with collectives: is --world-size 1?")
+        raise NotPlannable(f"{_name_of(setting)} has no graph with collectives: is --world-size 1?")
     return Estimate(
         graphs,
         parameters,
@@ -255,13 +257,21 @@ def estimate(setting: Setting) -> Estimate:
     )
 
 
+def _shape_of(setting: Setting) -> Shape | None:
+    return setting.model if isinstance(setting.model, Shape) else SHAPES.get(setting.model)
+
+
+def _name_of(setting: Setting) -> str:
+    return setting.model.name if isinstance(setting.model, Shape) else setting.model
+
+
 def _options(setting: Setting) -> dict[str, Any]:
     options: dict[str, Any] = {"hardware": setting.hardware, "kernels": not setting.hardware.host_computes}
     if setting.budget is not None:
         options["memory_budget"] = setting.budget
     if setting.reshard_after_forward == "auto":
         options["reshard_after_forward"] = "auto"
-    return options
+    return options | dict(setting.options)
 
 
 def _model_of(setting: Setting, tensor: DeviceMesh) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -270,7 +280,7 @@ def _model_of(setting: Setting, tensor: DeviceMesh) -> tuple[nn.Module, tuple[An
     If ``tensor`` has more than one rank, a named model is split over it, and a factory gets it as its argument.
     """
     with torch.device("meta"):
-        if (shape := SHAPES.get(setting.model)) is not None:
+        if (shape := _shape_of(setting)) is not None:
             tokens = torch.zeros(setting.batch, setting.sequence, dtype=torch.int64)
             model = Decoder(shape, setting.checkpointing)
             if tensor.size() > 1:
@@ -281,12 +291,14 @@ def _model_of(setting: Setting, tensor: DeviceMesh) -> tuple[nn.Module, tuple[An
             return model, (tokens, tokens.clone())
         if setting.checkpointing != "none":
             raise NotPlannable("--checkpointing is for named models; of your own model, checkpoint it in its factory.")
-        make = _imported("--model", setting.model)
+        path = setting.model
+        assert isinstance(path, str)
+        make = _imported("--model", path)
         if not setting.inputs:
-            raise NotPlannable(f"--model {setting.model} needs --inputs package.module:function, its arguments.")
-        model = _called("--model", setting.model, make, *([tensor] if tensor.size() > 1 else []))
+            raise NotPlannable(f"--model {path} needs --inputs package.module:function, its arguments.")
+        model = _called("--model", path, make, *([tensor] if tensor.size() > 1 else []))
         if not isinstance(model, nn.Module):
-            raise NotPlannable(f"--model {setting.model} must return a module, but returned {type(model).__name__}.")
+            raise NotPlannable(f"--model {path} must return a module, but returned {type(model).__name__}.")
         inputs = _imported("--inputs", setting.inputs)
         args = _called("--inputs", setting.inputs, inputs, setting.batch, setting.sequence)
         if not isinstance(args, (tuple, list)):

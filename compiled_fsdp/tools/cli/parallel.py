@@ -80,7 +80,8 @@ def split_over(model: Decoder, mesh: DeviceMesh) -> None:
     each attention and each feed-forward network, and a reduce-scatter after it.
 
     Raises:
-        ValueError: the mesh's size does not divide the key and value heads or the vocabulary, or the model has experts.
+        ValueError: the mesh's size does not divide the key and value heads or the vocabulary, or the model has experts
+            or learned positions.
     """
     size, shape = mesh.size(), model.shape
     for name, count in (("key and value heads", shape.kv_heads), ("tokens of the vocabulary", shape.vocabulary)):
@@ -89,6 +90,11 @@ def split_over(model: Decoder, mesh: DeviceMesh) -> None:
     if any(isinstance(module, Experts) for module in model.modules()):
         raise ValueError(
             f"--tensor-parallel: the experts of {shape.name} cannot be split; use a factory (--model module:function)."
+        )
+    if shape.positions or shape.tied:
+        raise ValueError(
+            f"--tensor-parallel: the learned positions and the tied head of {shape.name} cannot be split; use a "
+            "factory (--model module:function)."
         )
     whole, tokens = Replicate(), Shard(1)
     gathered = PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(whole,))
@@ -99,7 +105,7 @@ def split_over(model: Decoder, mesh: DeviceMesh) -> None:
         "attention.wo": RowwiseParallel(output_layouts=tokens),
         "ffn_norm": SequenceParallel(),
         "ffn": gathered,
-        **{f"ffn.{name}": ColwiseParallel() for name in ("w1", "w3")},
+        **{f"ffn.{name}": ColwiseParallel() for name in (("w1", "w3") if shape.gated else ("w1",))},
         "ffn.w2": RowwiseParallel(output_layouts=tokens),
     }
     outside: dict[str, ParallelStyle] = {

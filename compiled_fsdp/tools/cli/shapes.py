@@ -31,6 +31,10 @@ class Shape:
         experts: how many feed-forward networks a layer has, of which each token takes two; 0 for one that all tokens
             take.
         experts_every: 1 if each layer has experts, 2 if every other layer has them.
+        gated: whether feed-forward networks are SwiGLU, with three matrices, and norms are RMSNorm; else they are GELU,
+            with two matrices, and norms are LayerNorm without a bias.
+        positions: how many learned positions the model has; 0 for none.
+        tied: whether the head is the embedding's weight.
     """
 
     name: str
@@ -42,15 +46,21 @@ class Shape:
     vocabulary: int
     experts: int = 0
     experts_every: int = 1
+    gated: bool = True
+    positions: int = 0
+    tied: bool = False
 
     def flops_per_token(self, model: nn.Module, sequence: int) -> float:
         """Return the FLOPs of forward and backward for one token: ``6 N + 12 L H Q T``.
 
         Recomputation for checkpointing does not count. This is PaLM (arXiv:2204.02311), appendix B, as torchtitan
         counts: N is without the embedding and has only the two experts that a token takes, and attention counts as if
-        it were not causal.
+        it were not causal. A tied embedding counts, because the head multiplies by it.
         """
-        counted = sum(param.numel() for name, param in model.named_parameters() if not name.startswith("embedding."))
+        kept = () if self.tied else ("embedding.",)
+        counted = sum(
+            param.numel() for name, param in model.named_parameters() if not name.startswith((*kept, "positions."))
+        )
         if self.experts:
             inside = sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
             counted -= inside * (self.experts - 2) // self.experts
@@ -64,7 +74,10 @@ SHAPES = {
         Shape("llama3-8b", 4096, 32, 8, 14336, 32, 128256),
         Shape("llama3-70b", 8192, 64, 8, 28672, 80, 128256),
         Shape("llama3-405b", 16384, 128, 8, 53248, 126, 128256),
+        Shape("llama2-7b", 4096, 32, 32, 11008, 32, 32000),
+        Shape("llama2-70b", 8192, 64, 8, 28672, 80, 32000),
         Shape("mixtral-8x7b", 4096, 32, 8, 14336, 32, 32000, experts=8),
+        Shape("mpt-7b", 4096, 32, 32, 16384, 32, 50368, gated=False, positions=2048, tied=True),
         Shape("tiny", 64, 4, 2, 256, 2, 512),
     )
 }
@@ -92,15 +105,20 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """A SwiGLU feed-forward network."""
+    """A SwiGLU feed-forward network; with ``gated=False`` it is a GELU network."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden: int, *, gated: bool = True) -> None:
         super().__init__()
-        self.w1, self.w3 = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w3 = nn.Linear(dim, hidden, bias=False) if gated else None
         self.w2 = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(F.gelu(self.w1(x)) if self.w3 is None else F.silu(self.w1(x)) * self.w3(x))
+
+
+def _norm(s: Shape) -> nn.Module:
+    return nn.RMSNorm(s.dim) if s.gated else nn.LayerNorm(s.dim, bias=False)
 
 
 class Experts(nn.Module):
@@ -128,9 +146,9 @@ class Layer(nn.Module):
     def __init__(self, s: Shape, number: int) -> None:
         super().__init__()
         mixed = s.experts and number % s.experts_every == s.experts_every - 1
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(s.dim), nn.RMSNorm(s.dim)
+        self.attention_norm, self.ffn_norm = _norm(s), _norm(s)
         self.attention = Attention(s)
-        self.ffn = Experts(s) if mixed else FeedForward(s.dim, s.hidden)
+        self.ffn = Experts(s) if mixed else FeedForward(s.dim, s.hidden, gated=s.gated)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -151,12 +169,17 @@ class Decoder(nn.Module):
         self.shape = s
         self.embedding = nn.Embedding(s.vocabulary, s.dim)
         self.layers = nn.ModuleList(Layer(s, i) for i in range(s.layers))
-        self.norm = nn.RMSNorm(s.dim)
+        self.positions = nn.Embedding(s.positions, s.dim) if s.positions else None
+        self.norm = _norm(s)
         self.head = nn.Linear(s.dim, s.vocabulary, bias=False)
+        if s.tied:
+            self.head.weight = self.embedding.weight
         self.checkpointing = checkpointing
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
         for layer in self.layers:
             x = self._run(layer, x)
         logits = self.head(self.norm(x))

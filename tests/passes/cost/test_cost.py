@@ -1,6 +1,7 @@
 """What compute and collectives cost, on numbers worked out by hand."""
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
-from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, Wires, profile_of
+from compiled_fsdp.passes.cost import PROFILES, Contention, Curve, Hardware, Wires, profile_of
 from compiled_fsdp.passes.cost.balance import balance
 from compiled_fsdp.passes.cost.compute import node_costs, total_seconds
 
@@ -123,6 +124,61 @@ def test_attention_over_lengths_that_symbols_do_not_show_to_be_equal():
     assert symbolic[attention].flops.subs(hints(gm)) == static[attention].flops == 2 * 2 * (2 * 4) * 3 * 10 * 8
     assert isinstance(symbolic["cat"].bytes, sympy.Basic)
     assert balance(gm, PLAIN, 1e-3, fused=True) is not None
+
+
+def test_causal_attention_skips_half_of_the_operations():
+    """Both kernels have rates of their own, as shares of the rate of products."""
+
+    def attention(q, causal):
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=causal)
+
+    hardware = replace(PLAIN, attention=(0.25, 0.5), copy=1e15)
+    full, causal = (by_op(traced(partial(attention, causal=c), (2, 4, 64, 8)), fused=True) for c in (False, True))
+    name = next(name for name in full if "attention" in name)
+    assert full[name].flops == 2 * causal[name].flops == 4 * (2 * 4) * 64 * 64 * 8
+    assert full[name].seconds(hardware) == pytest.approx(full[name].flops / 0.25e12)
+    backward = replace(full[name], kind="attention_backward")
+    assert backward.seconds(hardware) == pytest.approx(full[name].flops / 0.5e12)
+
+
+def test_attention_in_a_checkpoint_is_counted():
+    """There the partitioner wraps it, because it is a random op, in nodes without a value."""
+    op, wrapper = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ops.higher_order
+    example = torch.empty(2, 4, 64, 8, dtype=torch.bfloat16)
+    gm = make_fx(lambda q: op(q, q, q, 0.0, True), tracing_mode="fake")(example)
+    (q,), output = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        state = gm.graph.call_function(wrapper.run_and_save_rng_state, (op, q, q, q, 0.0, True))
+        gm.graph.call_function(wrapper.run_with_rng_state, (state, op, q, q, q, 0.0, True))
+    plain, *wrapped = (cost for cost in node_costs(gm, fused=True).values() if cost.flops)
+    for cost in wrapped:
+        assert (cost.flops, cost.kind, cost.dtype) == (plain.flops, "attention", "bfloat16")
+    assert len(wrapped) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "share"),
+    [(8 * 128, 8 / 10), (10 * 128, 1), (11 * 128, 11 / 20), (100, 1 / 10)],
+)
+def test_tiles_of_a_product_come_in_waves(rows, share):
+    """10 multiprocessors: the last wave may be partly empty. An inner length of 128 is not split."""
+    hardware = replace(PLAIN, multiprocessors=10, copy=1e15)
+    cost = by_op(traced(torch.mm, (rows, 128), (128, 128)), fused=True)["mm"]
+    assert cost.seconds(hardware) == pytest.approx(cost.flops / (share * 1e12))
+
+
+def test_few_tiles_are_split_along_the_inner_dimension():
+    hardware = replace(PLAIN, multiprocessors=10, copy=1e15)
+    cost = by_op(traced(torch.mm, (128, 4096), (4096, 128)), fused=True)["mm"]
+    assert cost.tiles == (1, 4)
+    assert cost.seconds(hardware) == pytest.approx(cost.flops / (0.4 * 1e12))
+
+
+def test_kinds_of_kernels():
+    """A collective slows each kind down by a share of its own."""
+    costs = by_op(traced(lambda x: torch.relu(x @ x), (8, 8)), fused=True)
+    hardware = replace(PLAIN, contention=Contention(product=0.25, memory=0.5))
+    assert [costs[name].contention(hardware) for name in ("mm", "relu")] == [0.25, 0.5]
 
 
 def test_a_formula_that_fails_counts_nothing_and_is_named(caplog):

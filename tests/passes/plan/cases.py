@@ -37,6 +37,7 @@ def tasks_of(
     *,
     channel: CommChannel = FREE,
     memory: Sequence[int] | None = None,
+    contention: float = 0.0,
     **options,
 ) -> Tasks:
     """Tasks of a forward or backward by hand.
@@ -46,7 +47,7 @@ def tasks_of(
     """
     names = [(f"segment {i}",) for i in range(len(seconds))]
     memory = memory or [0] * len(seconds)
-    segments = [ComputeSegment(*of) for of in zip(names, seconds, memory, strict=True)] + [
+    segments = [ComputeSegment(*of, contention) for of in zip(names, seconds, memory, strict=True)] + [
         ComputeSegment(("end",), 0.0, 0)
     ]
     read = [CollectiveTask(i, i, 0, "channel", TensorSize(size), *of) for i, (size, *of) in enumerate(gathers)]
@@ -55,7 +56,7 @@ def tasks_of(
         for i, (size, *of) in enumerate(reductions)
     ]
     largest_block_bytes = max([task.size.sent for task in (*read, *made)], default=0)
-    options = {"largest_block_bytes": largest_block_bytes, **options}
+    options = {"largest_block_bytes": largest_block_bytes, "copy_contention": contention, **options}
     return Tasks(
         "backward" if made else "forward", tuple(segments), tuple(read), tuple(made), {"channel": channel}, **options
     )
@@ -169,13 +170,18 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
     def members(kind: str, most: int) -> tuple[CollectiveTask, ...]:
         return tuple(sorted((task(i, kind) for i in range(draw(st.integers(0, most)))), key=lambda x: x.first))
 
+    slows = not free and draw(st.booleans())
+    contention = st.sampled_from([0.0, 0.25, 1.0] if slows else [0.0])
     read, made = members("gather", gathers), members("reduce", reductions)
     own = draw(model_collectives(count, streams)) if draw(st.booleans()) else ()
     channels["model"] = replace(channels["gather"], latency=draw(st.sampled_from([0.0, 0.5])), stream=9)
     return Tasks(
         "backward",
         (
-            *(ComputeSegment((f"segment {i}",), draw(times), draw(st.integers(0, 40))) for i in range(count)),
+            *(
+                ComputeSegment((f"segment {i}",), draw(times), draw(st.integers(0, 40)), draw(contention))
+                for i in range(count)
+            ),
             ComputeSegment(("end",), 0.0, 0),
         ),
         read,
@@ -189,7 +195,8 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         launch_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 0.1])),
         host_launch_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 0.5])),
         host_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 8.0])),
-        contention=0.0 if free else draw(st.sampled_from([0.0, 0.25, 1.0])),
+        copy_contention=draw(contention),
+        collective_contention=draw(contention),
         persistent=draw(st.sampled_from([0, 100])),
         largest_block_bytes=max(
             sum(x.size.full for x in kind if x.block_number == unit) for kind in (read, made) for unit in range(3)

@@ -40,11 +40,11 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
         found = [head for head in heads if all(queues[stream][0] is head for stream in head[2])]
         return list({id(head): head for head in found}.values())
 
-    def pass_time(seconds: float) -> None:
-        """Up to the end of a collective at most."""
+    def pass_time(seconds: float, slower: float = 0.0) -> None:
+        """Up to the end of a collective at most, which takes longer by the share ``slower``."""
         played.now += seconds
         for entry in running():
-            entry[1] -= seconds
+            entry[1] -= seconds / (1 + slower)
 
     def settle() -> None:
         """Take off what is done, and start what is next."""
@@ -80,12 +80,12 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
                 settle()
             played.exposed[of] = played.now - before
         else:
-            left = of
+            left, contention = of
             while left > 1e-12:
-                flying = [left for _, left, _ in running()]
-                rate = 1 / (1 + tasks.contention) if flying else 1.0
+                flying = [left * (1 + tasks.collective_contention) for _, left, _ in running()]
+                rate = 1 / (1 + contention) if flying else 1.0
                 seconds = min([left / rate, *flying])
-                pass_time(seconds)
+                pass_time(seconds, tasks.collective_contention)
                 left -= seconds * rate
                 settle()
     played.now = max(played.now, tasks.host_seconds + sum(tasks.host_launch_seconds for _ in schedule))
@@ -93,11 +93,17 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
 
 
 def _steps(tasks: Tasks, schedule: Schedule) -> list[tuple]:
-    """What the compute stream does: ("work", seconds), ("launch", place), ("wait", place), ("segment", index)."""
+    """What the compute stream does.
+
+    ("work", (seconds, contention)), ("launch", place), ("wait", place), or ("segment", index).
+    """
     steps: list[tuple] = []
 
+    def copying(seconds: float) -> tuple:
+        return "work", (seconds, tasks.copy_contention)
+
     def wait(place: int) -> None:
-        steps.extend([("wait", place), ("work", copies(tasks, schedule[place])[1])])
+        steps.extend([("wait", place), copying(copies(tasks, schedule[place])[1])])
 
     for index, segment in enumerate(tasks.segments):
         here = [(place, launch) for place, launch in enumerate(schedule) if index in (launch.at, launch.wait)]
@@ -106,7 +112,7 @@ def _steps(tasks: Tasks, schedule: Schedule) -> list[tuple]:
                 wait(place)
         for place, launch in here:
             if launch.at == index:
-                steps.extend([("work", copies(tasks, launch)[0]), ("launch", place)])
+                steps.extend([copying(copies(tasks, launch)[0]), ("launch", place)])
         for place, launch in here:
             if launch.kind.supplies and launch.wait == index:
                 wait(place)
@@ -116,9 +122,9 @@ def _steps(tasks: Tasks, schedule: Schedule) -> list[tuple]:
         steps.append(("segment", index))
         for number, collective in enumerate(tasks.model_collectives):
             if collective.at == index:
-                steps.extend([("work", tasks.launch_seconds), ("launch", f"model {number}")])
+                steps.extend([copying(tasks.launch_seconds), ("launch", f"model {number}")])
         steps += [("wait", f"model {n}") for n, of in enumerate(tasks.model_collectives) if of.wait == index]
-        steps.append(("work", segment.seconds))
+        steps.append(("work", (segment.seconds, segment.contention)))
     return steps
 
 

@@ -140,6 +140,28 @@ def test_compute_is_slower_beside_a_collective():
     assert seen.reached == (0, 9, 10)
 
 
+def test_a_collective_is_slower_beside_compute():
+    """Both at three quarters of their speed: g1 takes 5 s until 8, beside which 6 of layer 0's 9 s are done.
+
+    Of a wait it takes the rest at its own speed: layer 0 alone would end at 4, at which 3 s of g1 are done.
+    """
+    tasks = replace(tasks_of([9, 1], [(6, 1, 1)], contention=1 / 3), collective_contention=1 / 3)
+    seen = simulate(tasks, (gather(0, 0, 1),))
+    assert (seen.reached, seen.timings[0].end) == (pytest.approx((0, 11, 12)), pytest.approx(8))
+    assert seen.contention == pytest.approx(2)
+    tasks = replace(tasks_of([3, 1], [(6, 1, 1)], contention=1 / 3), collective_contention=1 / 3)
+    seen = simulate(tasks, (gather(0, 0, 1),))
+    assert (seen.reached, seen.timings[0].exposed) == (pytest.approx((0, 7, 8)), pytest.approx(3))
+
+
+def test_contention_of_each_segment():
+    """g2 0-8 beside layers that it slows down by half, and not at all."""
+    tasks = tasks_of([4, 4, 1], [(8, 2, 2)])
+    slowed = replace(tasks.segments[0], contention=0.5)
+    tasks = replace(tasks, segments=(slowed, *tasks.segments[1:]))
+    assert simulate(tasks, (gather(0, 0, 2),)).reached == (0, 6, 10, 11)
+
+
 def test_contention_does_not_add_up():
     """Two streams at once are as bad as one: g0 0-5 and g1 0-10, beside which 8 of layer 0's 9 s are done."""
     tasks = tasks_of([9], [(5, 1, 1), (10, 1, 1)], contention=0.25)
