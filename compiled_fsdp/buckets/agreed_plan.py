@@ -79,8 +79,17 @@ class AgreedPlan(PlainData):
         return self._collectives(phase) == _without_bytes(collectives)
 
     def has_fewer(self, phase: str, collectives: Sequence[str]) -> bool:
-        """Whether a graph of this phase has all of the plan's collectives, and more."""
+        """Whether a graph of this phase has all of the plan's collectives, and more.
+
+        A graph with a backward has more than a plan without one, and the other way around.
+        """
+        if not self.is_of(phase):
+            return phase != "inference"
         return self._collectives(phase) < _without_bytes(collectives)
+
+    def is_of(self, topic: str) -> bool:
+        """Whether plan and topic are both about graphs without a backward ("inference"), or both about others."""
+        return ("inference" in self.buckets) == (topic == "inference")
 
     def _collectives(self, phase: str) -> Counter[str]:
         buckets = self.buckets.get(phase, ())

@@ -364,7 +364,8 @@ class Compilation:
     def _agree(self, topic: str, propose: Callable[[], str], collectives: Signature = (), anew: bool = False) -> str:
         if self._agreement is None:
             return propose()
-        if self._conforms_to is not None and not self._already_agreed(topic, collectives):
+        conforms_to = self._conforms_to
+        if conforms_to and not (conforms_to.plan.is_of(topic) and self._already_agreed(topic, collectives)):
             raise Follows
         if self._is_variant and not (self._already_agreed(topic, collectives) and self._fits(topic, collectives)):
             self._ask_for_another_plan(topic, collectives, anew)

@@ -50,6 +50,8 @@ class BoundPlan:
             phase: tuple(replace(bucket, reads=tuple(first[read] for read in bucket.reads)) for bucket in buckets)
             for phase, buckets in plan.buckets.items()
         }
+        if kind != "inference":  # this plan's code has no backward, but code that follows it may have one
+            self.buckets.setdefault("forward", self.buckets.get("inference", ()))
         self.has_collectives = any(self.buckets.values())
         # How the gradient of each trained read is reduced: a ``ReduceSpec`` as text.
         self.spec_of = {first[n]: read.reduce_text for n, read in enumerate(plan.reads) if read.trainable}

@@ -263,6 +263,56 @@ def test_a_frozen_layer_before_a_break_on_one_rank(rank, world_size, odd_steps):
         assert model.frozen.weight.grad is None
 
 
+class FrozenTwice(nn.Sequential):
+    """A frozen layer that is called before a trained one and after it, each time in a graph of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self[0](x)
+        torch._dynamo.graph_break()
+        y = self[1](y)
+        torch._dynamo.graph_break()
+        return self[0](y)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("reshard", variants(["as sharded", "auto"], "auto"))
+def test_a_frozen_layer_is_called_without_and_with_a_gradient(rank, world_size, reshard):
+    """Its plan becomes that of the call with a backward, which the other call follows: nothing is compiled again."""
+    torch.manual_seed(7)
+    model = FrozenTwice(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    reference = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    run = compiled(fully_shard(model), reshard_after_forward=reshard)
+    for step in range(4):
+        x = torch.randn(3, 4)
+        with mock.patch.object(Compilation, "compile", autospec=True, side_effect=Compilation.compile) as compiles:
+            run(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        assert step < 2 or not compiles.called
+        for param, expected in zip(model[1].parameters(), reference[1].parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / world_size)
+            param.grad = expected.grad = None
+
+
+@distributed(world_size=2, reset=True)
+def test_the_input_of_a_frozen_layer_needs_a_gradient_on_one_rank_later(rank, world_size):
+    """The others run code without a backward, and that rank has a backward all the same."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False))
+    reference = copy.deepcopy(model)
+    run = compiled(fully_shard(model, mesh=mesh))
+    for step in range(3):
+        x = torch.randn(3, 4, requires_grad=rank == 1 and step == 1)
+        loss = run(x).square().sum()
+        torch.testing.assert_close(loss, reference(x).square().sum())
+        if x.requires_grad:
+            wanted = torch.autograd.grad(reference(x).square().sum(), x)
+            torch.testing.assert_close(torch.autograd.grad(loss, x), wanted)
+
+
 class Layer(nn.Module):
     """Where `odd` says so, Dynamo leaves its frame out."""
 
