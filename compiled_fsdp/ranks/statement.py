@@ -135,13 +135,18 @@ def _contradiction(mine: Statement, theirs: Statement) -> tuple[str, str] | None
     if mine.model and theirs.model and mine.model != theirs.model:
         return first_difference(mine.reads, theirs.reads, "read", 0) or difference_of_outlines(mine.model, theirs.model)
     if mine.trains != theirs.trains:
-        return mine.kind, theirs.kind
+        return _describe_kind(mine), _describe_kind(theirs)
     their_lines = _lines_by_name(theirs)
     for name, lines in _lines_by_name(mine).items():
         # one common line is enough, because one rank may read a parameter once more, without its gradient
         if name in their_lines and lines.isdisjoint(their_lines[name]):
             return f"{name} {min(lines)}", f"{name} {min(their_lines[name])}"
     return None
+
+
+def _describe_kind(statement: Statement) -> str:
+    """The kind, for ranks of which only some compute gradients."""
+    return statement.kind if statement.trains else f"{statement.kind}, or a checkpoint with use_reentrant=True"
 
 
 def _lines_by_name(statement: Statement) -> dict[str, set[str]]:

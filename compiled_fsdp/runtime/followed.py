@@ -70,6 +70,7 @@ class BoundPlan:
         # They stay until the backwards of all forwards that follow the plan have ended, or until an optimizer's step.
         self.kept: dict[int, Tensor] = {}
         self._forwards = 0
+        self.is_recomputed_only = False  # whether only backwards that run a part of a forward again had this plan
         # For each of the last two forwards with this plan: the plans that the forward began, in order.
         self.forwards: tuple[list[BoundPlan], list[BoundPlan]] = [], []
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
 from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.compat.autograd import backward_id
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.outline import outline_of
 from compiled_fsdp.ranks.statement import Statement
@@ -35,7 +36,8 @@ class KnownPlans:
 
     def learn(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan:
         """Note that all ranks have agreed on ``plan`` for these parameters, which are in the order of its reads."""
-        bound = BoundPlan(plan, kind, parameters)
+        bound, same = BoundPlan(plan, kind, parameters), self.same(plan, kind, parameters)
+        bound.is_recomputed_only = same.is_recomputed_only if same is not None else backward_id() != -1
         known = self._of_unit.setdefault(unit_of(parameters[0]), [])
         # A plan for more parameters replaces those that begin with the same block, unless one forward has both.
         beside = [b for b in self.begun() if b.plan.signature != plan.signature]
@@ -66,7 +68,19 @@ class KnownPlans:
         self._codes.clear()
 
     def begins(self, bound: BoundPlan) -> None:
-        """Note that the running forward begins a plan."""
+        """Note that the running forward begins a plan.
+
+        If only recomputations had the plan so far, all ranks meet before. For example, all ranks run a layer in a
+        reentrant checkpoint, and compiled autograd compiles its recomputation. A rank that then runs the layer without
+        the checkpoint has a plan, but in the other ranks' forward the layer is uncompiled and trains nothing.
+
+        Raises:
+            RanksDiffer: another rank runs other code.
+        """
+        if bound.is_recomputed_only:
+            bound.agreement.meet(bound.statement("runs"))
+            bound.agreement.end_region()
+            bound.is_recomputed_only = False
         begun = self.begun()
         begun.append(bound)
         if bound.forwards[1] is not begun:

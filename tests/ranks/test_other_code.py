@@ -695,6 +695,42 @@ def test_ranks_choose_other_code_for_a_layer_that_has_run(steps):
         run_ranks(_choose_code, 2, whole=False, steps=steps)
 
 
+class BreaksInside(nn.Sequential):
+    """A layer that a checkpoint runs uncompiled, because it has a graph break."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self[0](x)
+        torch._dynamo.graph_break()
+        return x.tanh()
+
+
+class SometimesReentrant(nn.Sequential):
+    """The first layer is in a reentrant checkpoint, except where `odd` says so."""
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = self[0](x) if odd else checkpoint(self[0], x, use_reentrant=True)
+        return self[1](x)
+
+
+def _checkpoint_on_other_ranks(rank: int, world_size: int, last_batch: int) -> None:
+    """Take a step with a reentrant checkpoint on all ranks, and one with it on rank 1 only."""
+    model = SometimesReentrant(BreaksInside(nn.Linear(4, 4)), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    run = compiled(fully_shard(model))
+    for batch, odd in ((3, False), (last_batch, rank == 0)):
+        loss = run(torch.randn(batch, 4, requires_grad=True), odd).square().sum()
+        with compiled_autograd(codegen="aot_eager"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("last_batch", variants([3, 2], 3))
+def test_a_layer_in_a_reentrant_checkpoint_on_other_ranks_only(last_batch):
+    """Rank 0's plan for the layer is that of compiled autograd's recomputations; rank 1 reads it without gradients."""
+    with pytest.raises(RankFailure, match="use_reentrant=True"):
+        run_ranks(_checkpoint_on_other_ranks, 2, last_batch=last_batch)
+
+
 class Apart(nn.Sequential):
     """Equal layers in graphs of their own. The first one's input needs no gradient, and `odd`'s on some ranks only."""
 
