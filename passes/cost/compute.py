@@ -43,7 +43,7 @@ _COUNTED_AS = {
 # Matrix products whose output is divided into tiles, each with the places of its two factors among its arguments.
 _PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2), aten._scaled_mm: (0, 1)}
 _TILE = 128
-"""Rows and columns of an output tile of a matrix product. CUTLASS's and cuBLAS's usual tiles are 128 x 128 or larger."""
+"""Rows and columns of an output tile of a matrix product. Usual tiles of cuBLAS are 128 x 128 or larger."""
 _LEAST_SPLIT = 1024
 """The least length of the inner dimension for which a tile is split."""
 # Namespaces of ops that do not count as compute: compiled_fsdp's ops and collectives, which have their own prices.

@@ -47,7 +47,8 @@ class Numbers:
         return (
             f"serial {1e3 * self.serial:.3f} ms, bound {1e3 * self.bound:.3f}, planned {1e3 * self.simulated:.3f} "
             f"(gap {self.gap:.1%}, overlap efficiency {self.efficiency:.0%}), exposed {1e3 * self.exposed:.3f} ms, "
-            f"contention {1e3 * self.contention:.3f} ms, peak {self.peak / 1e6:,.1f} MB{budget} (least {self.least_peak / 1e6:,.1f} MB)"
+            f"contention {1e3 * self.contention:.3f} ms, "
+            f"peak {self.peak / 1e6:,.1f} MB{budget} (least {self.least_peak / 1e6:,.1f} MB)"
         )
 
 
