@@ -150,8 +150,8 @@ def _call_of(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     ``run_with_rng_state(state, op, *args)`` in backward. For example attention, because it may have dropout. Such nodes
     have no ``meta["val"]``.
     """
-    if getattr(node.target, "__name__", "").endswith("rng_state"):
-        place = next(i for i, argument in enumerate(node.args) if hasattr(argument, "overloadpacket"))
+    places = (i for i, argument in enumerate(node.args) if hasattr(argument, "overloadpacket"))
+    if getattr(node.target, "__name__", "").endswith("rng_state") and (place := next(places, None)) is not None:
         kwargs = {name: given for name, given in node.kwargs.items() if name != "rng_state"}
         return node.args[place], node.args[place + 1 :], kwargs
     return node.target, node.args, node.kwargs
@@ -170,11 +170,13 @@ def _tiles(node: Node) -> tuple[int, int]:
     """The number of output tiles of a matrix product, and into how many parts each can be split."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     places = _PRODUCTS.get(packet)
-    if places is None or "val" not in node.meta:
+    factors = [node.args[place] for place in places or () if place < len(node.args)]
+    values = [factor.meta.get("val") for factor in factors if isinstance(factor, Node)]
+    shapes = [tensor.shape for tensor in tensors_in(values)]
+    if len(shapes) != 2:
         return 0, 0
-    left, right = (value(node.args[place]).shape for place in places)
-    *batch, rows, inner = map(hint, left)
-    tiles = math.prod(batch) * -(-rows // _TILE) * -(-hint(right[-1]) // _TILE)
+    *batch, rows, inner = map(hint, shapes[0])
+    tiles = math.prod(batch) * -(-rows // _TILE) * -(-hint(shapes[1][-1]) // _TILE)
     return tiles, max(1, inner // _LEAST_SPLIT)
 
 
