@@ -204,8 +204,8 @@ def test_the_plan_of_a_tensor_parallel_forward():
         str(forward.plan),
         """\
 forward:
-  0: gather [0, 1, 2, 3, 4, 5, 6, 7] 173,056 bytes, mesh 0, coalesced, at start
-  1: gather [8, 9, 10, 11] 263,168 bytes, mesh 0, coalesced, at start
+  0: gather [0, 1, 2, 3, 4, 5, 6] 140,288 bytes, mesh 0, coalesced, at start
+  1: gather [7, 8, 9, 10, 11] 295,936 bytes, mesh 0, coalesced, at start
   2: gather [12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24] 429,056 bytes, mesh 0, coalesced, at all_reduce 0""",
     )
     assert forward.model_collectives == (
