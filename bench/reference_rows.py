@@ -59,7 +59,8 @@ class Row:
         wire: as ``compiled-fsdp plan --wire``.
         float8: whether the layers' matrix products are in float8, whose casts cost time.
         memory: published bytes at the peak; None if the source has none.
-        memory_kind: "allocated" or "reserved" (the caching allocator's, which is more).
+        memory_kind: "reserved" (the caching allocator's bytes, which are more than the allocated ones), or "?" if the
+            source does not say.
         assumed: a setting that the source leaves open, and the value that we take.
     """
 
@@ -154,6 +155,7 @@ def rows() -> Iterator[Row]:
     kempner = Row(
         "2", "check", llama, COMPILED, _H200_BY_4, 2, 4096, 4, 3.50, _KEMPNER,
         microbatches=2, checkpointing="full", memory=62.4e9, memory_kind="?",
+        assumed="nodes of 4 with 400 Gb/s for each GPU",
     )  # fmt: skip
     yield replace(kempner, row="1", use="fit", world=1, seconds=_step(10471, 4096, 4, 2), memory=80.7e9)
     yield kempner
@@ -233,5 +235,6 @@ def rows() -> Iterator[Row]:
     flops = 8192 * (6 * 7.50e9 + 12 * 32 * 4096 * 8192)
     yield Row(
         "28", "check", llama, EAGER, _H100, 2, 8192, 1, flops / (0.289 * 989e12), "pytorch/pytorch#129450",
-        checkpointing="full", memory=72.8 * GIB, memory_kind="?", assumed="H100, sequence 8,192, the middle figure",
+        checkpointing="full", memory=72.8 * GIB, memory_kind="?",
+        assumed="H100s, sequences of 8,192 tokens; of its three figures the middle one",
     )  # fmt: skip

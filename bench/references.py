@@ -170,7 +170,18 @@ def markdown(planned: Sequence[Planned]) -> str:
         if row.memory
     ]
     heads = ["row", "kind", "published, GB", "planned, GB", "error"]
-    return "\n".join([table(head, times), summary(planned), "", table(heads, memory)])
+    return "\n".join([table(head, times), summary(planned), "", sources(planned), table(heads, memory)])
+
+
+def sources(planned: Sequence[Planned]) -> str:
+    """Return the table of sources, and of the settings that they leave open."""
+    by_number = {row.row: row for row in rows()}
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for one in planned:
+        row = by_number[one.row]
+        numbers.setdefault((row.source, row.assumed), []).append(row.row)
+    head = ["rows", "source", "assumed, because the source does not say"]
+    return table(head, ([", ".join(found), *key] for key, found in numbers.items()))
 
 
 if __name__ == "__main__":

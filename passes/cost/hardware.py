@@ -129,6 +129,13 @@ class Hardware:
     alltoall: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
     all_reduce: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.contention, Contention):
+            raise TypeError(
+                "Hardware: contention must be a Contention, for example Contention(product=0.35, memory=0.35), but is "
+                f"{self.contention!r}."
+            )
+
     def nodes_of(self, ranks: Sequence[int], local_world_size: int | None) -> int:
         """The number of nodes that a group is on.
 

@@ -153,9 +153,8 @@ class _Clock:
         self.costs = [tasks.costs_of(launch.kind, launch.indices, launch.form) for launch in schedule]
         self.now, self.segment = 0.0, 0
         self.lag = 0.0  # real seconds minus ``now``
-        self.lags: list[
-            tuple[float, float]
-        ] = []  # pairs of ``now`` and ``lag`` before and after each growth of the lag
+        # Pairs of ``now`` and ``lag`` before and after each growth of the lag.
+        self.lags: list[tuple[float, float]] = []
         self.lost = 0.0  # real seconds in which compute made no progress because collectives ran beside it
         self.channel_free: dict[int, float] = {}
         self.busy: list[tuple[float, float]] = []  # when any stream is busy; in order of start if there is one stream

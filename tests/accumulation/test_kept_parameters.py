@@ -175,8 +175,8 @@ class ReadBefore(nn.Module):
 @distributed(world_size=2)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_kept_parameters_under_torchs_own_backends(rank, world_size, backend):
-    """They have memory of their own, because these backends use a graph's memory again. (What an op gives may not
-    share its input's memory: here an error, see tests/conftest.py.)
+    """They have memory of their own, because these backends use a graph's memory again. (An op's result that shares
+    memory with its input is an error in tests, see tests/conftest.py.)
     """
     found = []
     for way in (fully_shard, torch_fully_shard):
@@ -195,7 +195,7 @@ def test_kept_parameters_under_torchs_own_backends(rank, world_size, backend):
 @pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 @pytest.mark.parametrize("unused", variants([False, True], False))
 def test_a_kept_parameter_that_a_graph_gives(rank, world_size, codegen, unused):
-    """What is kept has no gradient, what is given has one: as one tensor both had none."""
+    """The kept parameter has no gradient, and the graph's result has one, so they must not be one tensor."""
     found = []
     for way in (fully_shard, torch_fully_shard):
         model = nn.Sequential(ReadBefore(), ReadBefore())

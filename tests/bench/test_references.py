@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.reference_rows import float8_bytes, rows
-from bench.references import Planned, markdown, of_estimate, summary
+from bench.references import Planned, markdown, of_estimate, sources, summary
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.tools.cli.shapes import SHAPES
 
@@ -73,3 +73,4 @@ def test_the_page_has_all_rows():
     on_page = [line.split("|")[1:8] for line in PAGE.read_text().splitlines() if line.count("|") == 10]
     assert len(times) == len(BY_NUMBER)
     assert [cells for cells in times if cells not in on_page] == []
+    assert sources([of_estimate(row, step()) for row in rows()]) in PAGE.read_text()

@@ -1,4 +1,4 @@
-"""``compiled-fsdp plan``: what it prints and writes, priced again by others, and what it refuses."""
+"""``compiled-fsdp plan``: its output and its files, priced again by a second simulator, and its errors."""
 
 import io
 import json
@@ -68,7 +68,7 @@ def of_nothing():
 
 
 def test_one_step(tmp_path):
-    """What is printed and what the file says are the same; the file's tasks give its times and its peak again."""
+    """The output and the file have the same figures; the file's tasks give its times and its peak again."""
     file, page = tmp_path / "out.json", tmp_path / "out.html"
     done = run("--model", "tiny", "--world-size", 8, "--seq", 128, "--json", file, "--timeline", page)
     assert done.exit_code == 0, done.output

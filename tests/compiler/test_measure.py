@@ -1,4 +1,4 @@
-"""Measured hardware: agreed on by all ranks, cached, and what "auto" plans for."""
+"""Measured hardware: agreed on by all ranks, cached, and planned for by "auto"."""
 
 import logging
 import os
@@ -54,7 +54,7 @@ def test_measured_once_and_the_same_on_every_rank(rank, world_size):
         path.write_text(replace(first, name="changed").to_json())
     dist.barrier()
     assert measure_hardware(mesh).name == "changed"
-    # and "auto" plans for it, not for what it knew before
+    # and "auto" plans for it, not for the earlier measurement
     model = shard(small(), fully_shard)
     compiled(model)(batch(rank, 0)[0]).sum().backward()
     forward = explain(model).graphs[0]

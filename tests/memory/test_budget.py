@@ -195,8 +195,7 @@ def test_a_larger_batch_follows_the_plan_within_the_budget():
 
 # ---- measured --------------------------------------------------------------------------------------------------------
 def step_with_peak(model, run, optimizer, rank) -> int:
-    """Bytes that one training step holds at its peak: what is there before it, and the running sum of what is allocated
-    and freed."""
+    """Bytes that one training step holds at its peak: those held before it, plus the running sum of allocations."""
     tokens, targets = batch(rank, 0, size=SIZE)
     optimizer.zero_grad()
     gc.collect()
@@ -216,7 +215,7 @@ def step_with_peak(model, run, optimizer, rank) -> int:
 def measured_peak(
     rank: int, reshard: bool = True, wire: WirePolicy | None = None, **options
 ) -> tuple[int, tuple[GraphReport, ...]]:
-    """Of a 4-layer model's training step, and what was planned for it.
+    """The peak of a 4-layer model's training step in bytes, and the reports of its plans.
 
     The least of many steps: gloo's own thread drops a collective's tensors when it gets to it, late on a busy machine.
     """

@@ -210,7 +210,7 @@ class PartlyFrozen(nn.Module):
 @pytest.mark.parametrize("odd_rank", [0, 1])
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_frozen_layer_whose_input_needs_no_gradient_on_one_rank(rank, world_size, odd_rank, first):
-    """The layer's graph has no backward there; the other ranks gather its parameters once more in theirs."""
+    """The layer's graph has no backward there; the other ranks gather its parameters once more in their backward."""
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
     torch.manual_seed(3)
     model = PartlyFrozen()

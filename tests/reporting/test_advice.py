@@ -1,4 +1,4 @@
-"""Advice of ``explain`` is true: taken, it gains about what was promised."""
+"""Advice of ``explain`` is true: a program that follows it gains about as much time as the advice promised."""
 
 from typing import Any
 
@@ -66,17 +66,17 @@ def test_keep_layers_unsharded():
 
 @pytest.mark.more
 def test_nothing_is_kept_that_does_not_fit():
-    """Kept under a budget that has room for some layers, the step stays within it."""
+    """A budget between the least memory and that without a budget has room for some layers, and not for all of them."""
     with ranks() as mesh:
         alone = plan(sharded(mesh), length=256, overlap=False, bucket="parameter")
-        peak = max(graph.numbers.peak for graph in alone.graphs)
-        before = plan(sharded(mesh), length=256, memory_budget=peak + 20_000_000)
-        for advice in before.advice:
-            if advice.kind == "keep_unsharded":
-                kept = advice.change["modules"]
-                plan(sharded(mesh, own=kept, kept=kept), length=256, memory_budget=peak + 20_000_000)
-        everything = {"layers.0", "layers.1", "layers.2", "head"}
-        assert not any(set(one.change.get("modules", ())) == everything for one in before.advice)
+        least, free = (
+            max(graph.numbers.peak for graph in of.graphs) for of in (alone, plan(sharded(mesh), length=256))
+        )
+        budget = round(least + 0.6 * (free - least))
+        kept = advice_of(plan(sharded(mesh), length=256, memory_budget=budget), "keep_unsharded").change["modules"]
+        assert set(kept) < {"layers.0", "layers.1", "layers.2", "head"}
+        after = plan(sharded(mesh, own=kept, kept=kept), length=256, memory_budget=budget)
+        assert max(graph.numbers.peak for graph in after.graphs) <= budget
 
 
 @pytest.mark.more
@@ -186,7 +186,7 @@ class Broken(Layer):
 
 
 def test_a_graph_break_costs_what_one_graph_saves():
-    """Of a model that is really compiled: a preview ends at the break."""
+    """The model is really compiled, because a preview ends at the graph break."""
 
     def compiled_step(second: type[Layer]) -> Explanation:
         layers = nn.Sequential(*(cls(256) for cls in (Layer, Layer, second, Layer)))

@@ -1,4 +1,4 @@
-"""A step in time: what the planner simulated, as lanes, as a trace, as a page."""
+"""The simulated step in time: as lanes, as a trace, as a page."""
 
 import itertools
 import json
@@ -133,7 +133,7 @@ def test_headings():
 
 @pytest.mark.parametrize("measured", variants([False, True], True), ids=["planned", "measured"])
 def test_a_browser_draws_it(tmp_path, measured):
-    """A bar for each task, and the curve of memory: what is in the page once its code has run."""
+    """Once its code has run, the page has a bar for each task, and the curve of memory."""
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("chromium is not installed")

@@ -179,6 +179,8 @@ def test_kinds_of_kernels():
     costs = by_op(traced(lambda x: torch.relu(x @ x), (8, 8)), fused=True)
     hardware = replace(PLAIN, contention=Contention(product=0.25, memory=0.5))
     assert [costs[name].contention(hardware) for name in ("mm", "relu")] == [0.25, 0.5]
+    with pytest.raises(TypeError, match=r"contention must be a Contention, .* but is 0\.25"):
+        replace(PLAIN, contention=0.25)
 
 
 def test_a_formula_that_fails_counts_nothing_and_is_named(caplog):

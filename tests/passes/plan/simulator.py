@@ -35,7 +35,7 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
     queues: dict[int, list[list]] = {stream: [] for stream in streams}  # of [place, seconds left, streams]
 
     def running() -> list[list]:
-        """What is the first of all queues that it is in."""
+        """The collectives that run: each is the first in all of its queues."""
         heads = [queue[0] for queue in queues.values() if queue]
         found = [head for head in heads if all(queues[stream][0] is head for stream in head[2])]
         return list({id(head): head for head in found}.values())
@@ -47,7 +47,7 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
             entry[1] -= seconds / (1 + slower)
 
     def settle() -> None:
-        """Take off what is done, and start what is next."""
+        """End the collectives that have no seconds left, and start those behind them."""
         done = True
         while done:
             for place, _, _ in running():
