@@ -11,6 +11,7 @@ takes part in the collectives of the plan.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,11 +49,9 @@ class PlanFinder:
             # Reads of one parameter differ in mode. For example, after ``unshard()`` the first of two calls reads the
             # full parameter, and the second call gathers it.
             return None
-        bound = follower.plan_for(_by_parameter(region), self._kind)
+        bound = self._plan_that_fits()
         if bound is None or bound.plan.signature == self._signature:
             return None
-        if self._kind == "backward" and _without_kind(bound.plan.signature) == _without_kind(self._signature):
-            return None  # the same reads, gathered another number of times
         names = {parameter.name for parameter in region.parameters}
         same = self._kind == "backward" or set(bound.plan.names) == names
         # A whole forward that reads fewer parameters is another use of the model (for example its encoder alone), with
@@ -61,8 +60,11 @@ class PlanFinder:
 
     def own(self) -> BoundPlan | None:
         """Return the plan that the parameters have, if it is this region's own plan; else None."""
-        bound = RUNTIME.follower.plan_for(_by_parameter(self._region), self._kind)
+        bound = self._plan_that_fits()
         return bound if bound is not None and bound.plan.signature == self._signature else None
+
+    def _plan_that_fits(self) -> BoundPlan | None:
+        return RUNTIME.follower.plan_for(_by_parameter(self._region), _gathers_of(self._region), self._kind)
 
     def is_known_model(self) -> bool:
         """Return whether the ranks have agreed on a plan for a part of the region's model."""
@@ -110,10 +112,6 @@ class PlanFinder:
         return RUNTIME.follower.known.learn(plan, self._kind, self._region.parameters)
 
 
-def _without_kind(signature: Signature) -> Signature:
-    return (*signature[:1], *signature[2:])
-
-
 def lines_of(region: Region) -> tuple[str, ...]:
     """Return for each read a description of its parameter, see ``Unit.line_of``."""
     trains = region.kind != "inference"  # in inference every read has a gate, but no backward follows
@@ -132,6 +130,18 @@ def _by_parameter(region: Region) -> dict[ShardedParameter, str]:
     return {p: line for p, _, line in reads} | {p: line for p, read, line in reads if read.trainable}
 
 
+def _gathers_of(region: Region) -> Counter[ShardedParameter]:
+    """Return how often compiled autograd's graph gathers each parameter."""
+    gathers = Counter[ShardedParameter]()
+    for parameter, count in zip(region.parameters, _gathers_of_reads(region), strict=True):
+        gathers[parameter] += count
+    return gathers
+
+
+def _gathers_of_reads(region: Region) -> tuple[int, ...]:
+    return region.gathers or (1,) * len(region.reads)
+
+
 def agreed_plan(
     region: Region, options: Options, signature: Signature, buckets: Mapping[str, tuple[AgreedBucket, ...]]
 ) -> AgreedPlan:
@@ -144,8 +154,8 @@ def agreed_plan(
         buckets: the collectives, by phase.
     """
     reads = tuple(
-        AgreedRead(read.name, read.trainable, read.reduce_text, read.mode, line)
-        for read, line in zip(region.reads, lines_of(region), strict=True)
+        AgreedRead(read.name, read.trainable, read.reduce_text, read.mode, line, gathers)
+        for read, line, gathers in zip(region.reads, lines_of(region), _gathers_of_reads(region), strict=True)
     )
     obstacle = ""
     if any(read.piece for read in region.reads):

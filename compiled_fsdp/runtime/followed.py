@@ -22,7 +22,6 @@ from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan
 from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.compat.autograd import keeps_graph
 from compiled_fsdp.ranks.agreement import agreement_of
-from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.statement import Statement
 from compiled_fsdp.runtime.in_flight import GatherInFlight, spec_of
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
@@ -58,6 +57,10 @@ class BoundPlan:
         # The state of each parameter that the plan is for (``Unit.line_of``); if it has two reads, for the trained one.
         by_training = sorted(range(len(first)), key=lambda n: plan.reads[n].trainable)
         self.line_of = {first[n]: plan.reads[n].line for n in by_training}
+        # How often the plan's graph gathers each parameter, by ``param_id``.
+        self.gathers = Counter[int]()
+        for read, parameter in zip(plan.reads, parameters, strict=True):
+            self.gathers[parameter.param_id] += read.gathers
         # The reads that need no gather: their parameter is full already, or its shard group has one rank.
         self.without_gather = frozenset(
             read for read in first if plan.reads[read].mode == "full" or parameters[read].world == 1
@@ -388,13 +391,3 @@ class FollowedBackward(_Run):
             if not (bucket.kind.supplies and self.bound.plan.on_demand):
                 self._launch_one(number)
         super().end()
-
-
-def too_late(bound: BoundPlan, read: int, what: str) -> RanksDiffer:
-    """The error for a full parameter or gradient (``what``) that comes too late for its place in the plan."""
-    name = bound.plan.reads[read].name
-    return RanksDiffer(
-        f"compiled_fsdp: this rank runs other code than the ranks whose plan it follows, and {what} of {name!r} does "
-        "not fit into that plan's order. Let all ranks take the same way through the model, or call "
-        "fully_shard(...).set_reduce_scatter_unused_params(True) on the modules that only some ranks use."
-    )

@@ -15,7 +15,8 @@ from torch import Tensor
 from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.compat.autograd import backward_id
 from compiled_fsdp.compat.graphs import fake_mode_is_active
-from compiled_fsdp.runtime.followed import BoundPlan, FollowedBackward, LaunchReduction, too_late
+from compiled_fsdp.ranks.failures import RanksDiffer
+from compiled_fsdp.runtime.followed import BoundPlan, FollowedBackward, LaunchReduction
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -72,7 +73,7 @@ class FollowedBackwards:
         if run.is_done and not run.serves(read):
             run = self.begin(bound)
         if not run.serves(read):
-            raise too_late(bound, read, "the full parameter in backward")
+            raise _too_late(bound, read, "the full parameter in backward")
         return run.full(read)
 
     def follows(self, parameter: ShardedParameter) -> bool:
@@ -98,7 +99,7 @@ class FollowedBackwards:
         read = bound.read_of[parameter.param_id]
         if not run.takes(read):
             if not (run.is_done or bound.plan.on_demand):
-                raise too_late(bound, read, "a second gradient")
+                raise _too_late(bound, read, "a second gradient")
             # from an earlier forward (two forwards, one backward), or a block that all ranks gathered twice in one
             run = self.begin(bound)
         return True, run.reduce(read, grad, spec)
@@ -115,7 +116,7 @@ class FollowedBackwards:
         run, read = self._run_of(bound), bound.read_of[parameter.param_id]
         if run.has_all_of(read):
             if run.has_to_reduce and not bound.plan.on_demand:
-                raise too_late(bound, read, "a second gradient")
+                raise _too_late(bound, read, "a second gradient")
             run = self.begin(bound)  # the gradient is from an earlier forward (two forwards, one backward)
         run.leave(read)
 
@@ -161,3 +162,13 @@ class FollowedBackwards:
             run.end()
             run.bound.backward_ended()
             self._without_gradient.setdefault(number, []).extend(run.without_gradient)
+
+
+def _too_late(bound: BoundPlan, read: int, what: str) -> RanksDiffer:
+    """The error for a full parameter or gradient (``what``) that comes too late for its place in the plan."""
+    name = bound.plan.reads[read].name
+    return RanksDiffer(
+        f"compiled_fsdp: this rank runs other code than the ranks whose plan it follows, and {what} of {name!r} does "
+        "not fit into that plan's order. Let all ranks take the same way through the model, or call "
+        "fully_shard(...).set_reduce_scatter_unused_params(True) on the modules that only some ranks use."
+    )

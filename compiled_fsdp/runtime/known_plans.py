@@ -120,13 +120,19 @@ class KnownPlans:
         number = sum(bound in found for bound in begun)
         return order[number] if number < len(order) else largest
 
-    def for_backward(self, lines: Mapping[ShardedParameter, str]) -> BoundPlan | None:
+    def for_backward(
+        self, lines: Mapping[ShardedParameter, str], gathers: Mapping[ShardedParameter, int]
+    ) -> BoundPlan | None:
         """The plan of a graph of compiled autograd with exactly these parameters, in any order; None if there is none.
 
-        ``lines``: each parameter's state in that graph (``Unit.line_of``).
+        Args:
+            lines: each parameter's state in that graph (``Unit.line_of``).
+            gathers: how often that graph gathers each parameter. After two forwards, a backward has another plan than
+                after one.
         """
+        times = {parameter.param_id: count for parameter, count in gathers.items()}
         for bound in self._all("backward"):
-            if len(bound.read_of) == len(lines) and all(bound.fits(p, line) for p, line in lines.items()):
+            if bound.gathers == times and all(bound.fits(p, line) for p, line in lines.items()):
                 return bound
         return None
 

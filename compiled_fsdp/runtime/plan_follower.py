@@ -298,15 +298,18 @@ class PlanFollower:
         bound = self.backwards.plan_of(parameters[0])
         return bound if bound is not None and bound.only_gathers_in_backward else None
 
-    def plan_for(self, lines: Mapping[ShardedParameter, str], kind: str) -> BoundPlan | None:
+    def plan_for(
+        self, lines: Mapping[ShardedParameter, str], gathers: Mapping[ShardedParameter, int], kind: str
+    ) -> BoundPlan | None:
         """The plan that code with these parameters would follow if it came next; None if there is none.
 
         Args:
             lines: each parameter's state then (``Unit.line_of``), in the order of the reads.
+            gathers: how often compiled autograd's graph gathers each parameter; without meaning for a forward.
             kind: of the forward, or "backward" for compiled autograd's graph.
         """
         if kind == "backward":
-            return self.known.for_backward(lines)
+            return self.known.for_backward(lines, gathers)
         self._end_finished_forward()
         if (run := self._forward) is not None and all(run.serves(parameter.param_id) for parameter in lines):
             return run.bound

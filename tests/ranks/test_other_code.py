@@ -745,11 +745,13 @@ class Apart(nn.Sequential):
 
 
 def _train_apart(
-    rank: int, mesh: DeviceMesh, odds: Sequence[int], *, compiled_backward: bool, overlap: bool, accumulates=False
-) -> None:
+    rank: int, mesh: DeviceMesh, odds: Sequence[int], *, compiled_backward: bool, overlap: bool, accumulates=False,
+    twice: Sequence[int] = (),
+) -> None:  # fmt: skip
     """Train for as many steps as there are `odds`, each with the layer whose input needs no gradient on rank 1.
 
     `accumulates`: layers have one weight each, and the last step alone reduces gradients.
+    `twice`: the steps that have two forwards before their backward, from 1.
     """
     torch.manual_seed(7)
     layers = [nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4)) for _ in range(4)]
@@ -758,11 +760,11 @@ def _train_apart(
     run = compiled(fully_shard(model, mesh=mesh, reshard_after_forward=True), overlap=overlap)
     for step, odd in enumerate(odds, start=1):
         model.set_requires_gradient_sync(not accumulates or step == len(odds))
-        x = torch.randn(3, 4)
-        loss = run(x, odd if rank == 1 else -1).square().sum()
+        inputs = [torch.randn(3, 4) for _ in range(1 + (step in twice))]
+        loss = sum(run(x, odd if rank == 1 else -1).square().sum() for x in inputs)
         with compiled_autograd(codegen="aot_eager", overlap=overlap) if compiled_backward else nullcontext():
             loss.backward()
-        reference(x, odd if rank == 1 else -1).square().sum().backward()
+        sum(reference(x, odd if rank == 1 else -1).square().sum() for x in inputs).backward()
         if accumulates and step < len(odds):
             continue
         for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
@@ -778,6 +780,17 @@ def test_the_next_equal_layer_needs_no_gather_in_backward_on_one_rank(rank, worl
     """Its rank has agreed on such a graph for the first layer, and both ranks on the other graph for the second."""
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
     _train_apart(rank, mesh, odds, compiled_backward=compiled_backward, overlap=True)
+
+
+TWICE = variants([([-1, -1, 2], [2]), ([-1, 2], [1]), ([-1, 2], [2]), ([2, -1], [1])], ([-1, -1, 2], [2]))
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize(("odds", "twice"), TWICE, ids=str)
+def test_two_forwards_before_a_backward_have_a_plan_of_their_own(rank, world_size, odds, twice):
+    """Rank 1 follows the plan of a backward with as many forwards, not another one for the same parameters."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    _train_apart(rank, mesh, odds, compiled_backward=True, overlap=False, twice=twice)
 
 
 @distributed(world_size=4, reset=True)
