@@ -20,7 +20,8 @@ Two comparisons of medians over the rounds are printed:
   usual step's time minus that of the step without communication. Exposed time alone is less than this cost, because
   sockets and sums use the cores that compute runs on.
 
-Three more steps in one profile give the table of collectives, measured beside planned, and the timeline.
+Three more steps in one profile give the table of collectives, measured beside planned, and the timeline. Then the model
+is compiled again with the costs of that profile, and three steps of the new plans show how much nearer they come.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from bench.link_models import MODELS
 from bench.link_systems import SYSTEMS, Setting, Training
 from compiled_fsdp import measure_hardware, profile
 from compiled_fsdp.compat.profiling import called_through, functional_collectives
+from compiled_fsdp.tools.profile_steps import MeasuredStep
 
 ROOT = Path(__file__).parent.parent
 DRAWN = 3
@@ -136,7 +138,23 @@ def checked(system: Training, rounds: int, timeline: Path) -> dict[str, Any]:
         for _ in range(DRAWN):
             once()
     measured.timeline(timeline)
-    return {**found, "text": str(measured), "table": measured.table(), "profile": measured.to_dict()}
+    options: dict[str, Any] = {"hardware": measured.costs}
+    system.call = torch.compile(system.model, backend="compiled_fsdp", options=options)
+    for _ in range(2):
+        once()
+    with profile(system.model) as again:
+        for _ in range(DRAWN):
+            once()
+    errors = {name: error_of(of.result.step) for name, of in (("before", measured), ("after", again))}
+    return {
+        **found, "text": str(measured), "table": measured.table(), "profile": measured.to_dict(), "errors": errors,
+        "again": str(again),
+    }  # fmt: skip
+
+
+def error_of(step: MeasuredStep) -> tuple[float, float]:
+    """Return by which share the planned time of a step is off, and that of its compute."""
+    return step.planned_s / step.seconds - 1, step.planned_compute_s / step.compute_s - 1
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -238,6 +256,10 @@ def main() -> int:
     print(tables.table(HEAD, rows(records)))
     for name, record in records.items():
         print(f"{name}: {record['text']}\n{record['table']}\n")
+        print(f"with the costs of this profile: {record['again']}\n")
+        before, after = record["errors"]["before"], record["errors"]["after"]
+        print(f"planned step: {before[0]:+.1%} off before, {after[0]:+.1%} with measured costs; ", end="")
+        print(f"compute: {before[1]:+.1%} before, {after[1]:+.1%} with measured costs\n")
     if options.json:
         options.json.write_text(json.dumps(records, indent=1) + "\n")
     return 0

@@ -13,6 +13,7 @@ from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.transport import GroupNames
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.cost.balance import Balance
+from compiled_fsdp.passes.cost.compute import LibraryKernel
 from compiled_fsdp.passes.plan import GraphPlan, Read
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.simulate import Simulation
@@ -140,6 +141,8 @@ class PassContext:
     verify_level: str = "plan"
     # Names of passes that are switched off.
     disabled_passes: frozenset[str] = frozenset()
+    # Set by the pass ``plan``: the graph's library kernels, with their planned times.
+    library_kernels: tuple[LibraryKernel, ...] = ()
     # Set by the pass ``plan``.
     planned: Planned | None = None
     # Set by the pass ``bucket``: the graph's collectives as data, so that a rank with other code can take part in them.

@@ -20,7 +20,7 @@ from compiled_fsdp.buckets.layout import TensorSize
 from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.buckets.transport import TRANSPORTS
 from compiled_fsdp.compat.graphs import hint
-from compiled_fsdp.passes.cost.compute import Cost, node_costs
+from compiled_fsdp.passes.cost.compute import Cost, library_kernels, node_costs
 from compiled_fsdp.passes.cost.hardware import Hardware
 from compiled_fsdp.passes.graph import (
     ENCODES,
@@ -46,7 +46,10 @@ if TYPE_CHECKING:
 
 
 def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int]]:
-    """Return the tasks of a graph that ``arrange`` has put in order, and the segment of every node that computes."""
+    """Return the tasks of a graph that ``arrange`` has put in order, and the segment of every node that computes.
+
+    Sets ``ctx.library_kernels``.
+    """
     segments = _Segments(gm)
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     channels: dict[str, CommChannel] = {}
@@ -103,6 +106,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
     model_collectives = tuple(models.priced(node, *places) for node, places in segments.model_places().items())
     live = _memory(gm, segments, ctx, set(gathers), set(reductions))
     costs = node_costs(gm, fused=ctx.fused)
+    ctx.library_kernels = library_kernels(costs, ctx.hardware)
     seconds, slowed = [0.0] * (segments.end + 1), [0.0] * (segments.end + 1)
     for node, segment in segments.of.items():
         took = costs[node].seconds(ctx.hardware)

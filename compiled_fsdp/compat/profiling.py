@@ -87,6 +87,8 @@ class ProfiledEvent:
         id: connects an op with its kernels, whose ``launched_by`` has the same number.
         launched_by: for a device's activity: the ``id`` of the innermost op that launched it; 0 for none.
         numel: the number of elements of an op's first tensor; -1 if it is not known.
+        shapes: of an op's arguments in order; () for an argument that is no tensor, or has no dimension.
+        dtype: torch's name of the dtype of an op's first tensor, "bfloat16"; "" if it is not known.
     """
 
     name: str
@@ -99,6 +101,8 @@ class ProfiledEvent:
     id: int
     launched_by: int
     numel: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: str = ""
 
 
 def profiled_events(profiled: profile) -> list[ProfiledEvent]:
@@ -110,12 +114,26 @@ def profiled_events(profiled: profile) -> list[ProfiledEvent]:
 
 def _event(event: Any) -> ProfiledEvent:
     on_host = event.device_type() == torch._C._autograd.DeviceType.CPU
-    shapes = event.shapes() if on_host else []
-    numel = -1
-    if shapes and isinstance(shapes[0], list) and all(isinstance(size, int) for size in shapes[0]):
-        numel = torch.Size(shapes[0]).numel()
+    shapes, dtypes = (event.shapes(), event.dtypes()) if on_host else ([], [])
+    first = torch.Size(shapes[0]).numel() if shapes and _is_shape(shapes[0]) else -1
     return ProfiledEvent(
         event.name(), event.start_ns(), event.start_ns() + event.duration_ns(), event.start_thread_id(),
         bool(event.is_user_annotation()), on_host, (event.device_index(), event.device_resource_id()),
-        event.correlation_id(), event.linked_correlation_id(), numel,
+        event.correlation_id(), event.linked_correlation_id(), first,
+        tuple(tuple(shape) if _is_shape(shape) else () for shape in shapes),
+        next((_DTYPES[name] for name in dtypes if name in _DTYPES), ""),
     )  # fmt: skip
+
+
+_DTYPES = {
+    "float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16",
+    "c10::Float8_e4m3fn": "float8_e4m3fn", "c10::Float8_e5m2": "float8_e5m2", "c10::complex<float>": "complex64",
+    "c10::complex<double>": "complex128", "long int": "int64", "int": "int32", "signed char": "int8",
+    "unsigned char": "uint8", "short int": "int16", "bool": "bool",
+}  # fmt: skip
+"""The profiler's names of dtypes, each with torch's."""
+
+
+def _is_shape(found: Any) -> bool:
+    """Whether it is the shape of one tensor; a list of tensors has a list of shapes."""
+    return isinstance(found, list) and all(isinstance(size, int) for size in found)

@@ -41,6 +41,7 @@ from compiled_fsdp.compiler.hardware import (
     measured_for,
     place_of_group,
     use_bucket_kernels,
+    warn_of_other_kernels,
 )
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
 from compiled_fsdp.compiler.options import Options
@@ -265,6 +266,7 @@ class Compilation:
         _trace(f"compiled_fsdp_{phase}_after", gm)
         self._buckets[phase] = ctx.agreed_buckets
         report.note_plan(ctx)
+        warn_of_other_kernels(ctx.hardware, phase, ctx.library_kernels)
         places = partial(collectives_of, gm, ctx, self.region.reads)
         report.collectives = best_effort("places of collectives", places, ())
         report.launches = best_effort("launches of a graph", lambda: launches_of(gm), ())
@@ -302,6 +304,7 @@ class Compilation:
             region.is_fragment,
             *self.batch,
             hardware=f"{hardware.name} ({source})",
+            planned_for=hardware,
         )
 
     def _note(self, report: GraphReport) -> None:

@@ -19,6 +19,7 @@ from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.context import GroupPlace, Groups
 from compiled_fsdp.passes.cost import PROFILES, Hardware, profile_of
+from compiled_fsdp.passes.cost.compute import LibraryKernel
 from compiled_fsdp.sharding.process_groups import ShardGroup
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,42 @@ measured: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Hardware, frozenset
 def hardware_of(options: Options, region: Region) -> Hardware:
     """Return the hardware to plan for; the first time, a log line says which one "auto" is."""
     hardware, source = hardware_and_source(options, region)
+    here = device_name(region.device_kind)
+    if hardware.device not in ("", here):
+        log_once(
+            log,
+            logging.WARNING,
+            (hardware.name, here),
+            "option 'hardware': its costs were measured on %s, but the model computes on %s: profile the model here",
+            hardware.device,
+            here,
+        )
     if options.hardware == "auto":
         level = logging.WARNING if _is_unknown(region) else logging.INFO
         log_once(log, level, source, "planning for %s: %s", hardware.name, source)
     return hardware
+
+
+def warn_of_other_kernels(hardware: Hardware, phase: str, kernels: Sequence[LibraryKernel]) -> None:
+    """Log a warning if ``hardware`` has measured times for less than half of a graph's library kernels, but for some.
+
+    Then the times are of another model, batch or dtype, and most kernels are planned by rates.
+    """
+    unknown = [kernel for kernel in kernels if kernel.key not in hardware.kernels]
+    total, missing = (sum(kernel.count for kernel in of) for of in (kernels, unknown))
+    if hardware.kernels and 2 * missing > total:
+        log_once(
+            log,
+            logging.WARNING,
+            (hardware.name, phase),
+            "option 'hardware': %s has no measured time for %d of the %d library kernels of the %s graph, for example "
+            "%r: were the costs measured with another model, batch or dtype?",
+            hardware.name,
+            missing,
+            total,
+            phase,
+            unknown[0].key,
+        )
 
 
 def hardware_and_source(options: Options, region: Region) -> tuple[Hardware, str]:
@@ -53,11 +86,11 @@ def _asked_for(options: Options, region: Region) -> tuple[Hardware, str]:
     if isinstance(options.hardware, Hardware):
         return options.hardware, "the option 'hardware'"
     if options.hardware != "auto":
-        return PROFILES[options.hardware], "the option 'hardware': built-in profile, not measured"
+        return PROFILES[str(options.hardware)], "the option 'hardware': built-in profile, not measured"
     known = measured_for(region)
     if known is not None:
         return known, "measured"
-    device = device_name(region)
+    device = device_name(region.device_kind)
     profile = profile_of(device)
     if profile is None:
         return (
@@ -70,7 +103,7 @@ def _asked_for(options: Options, region: Region) -> tuple[Hardware, str]:
 
 def _is_unknown(region: Region) -> bool:
     """Whether there is neither a measurement nor a profile for the region's device."""
-    return measured_for(region) is None and profile_of(device_name(region)) is None
+    return measured_for(region) is None and profile_of(device_name(region.device_kind)) is None
 
 
 def measured_for(region: Region) -> Hardware | None:
@@ -131,11 +164,9 @@ def ranks_on_this_machine() -> int | None:
     return int(local_world_size) if local_world_size.isdigit() else None
 
 
-def device_name(region: Region) -> str:
-    """Return torch's name for the device that the region computes on."""
-    if region.on_cpu or not torch.cuda.is_available():
-        return "cpu"
-    return torch.cuda.get_device_name()
+def device_name(kind: str) -> str:
+    """Return torch's name for this process's device of a kind ("cuda" or "cpu"); "cpu" if it has no such device."""
+    return torch.cuda.get_device_name() if kind == "cuda" and torch.cuda.is_available() else "cpu"
 
 
 def use_bucket_kernels(options: Options, region: Region) -> bool:

@@ -32,7 +32,7 @@ from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.spec import SINGLE, BucketSpec, Kind
 from compiled_fsdp.buckets.transport import GroupNames
-from compiled_fsdp.compiler.hardware import float32_is_tf32, local_nodes, measured
+from compiled_fsdp.compiler.hardware import device_name, float32_is_tf32, local_nodes, measured
 from compiled_fsdp.compiler.samples import Measurement, Samples, cache_folder, keep, kept, samples_from_json
 from compiled_fsdp.passes.cost import PROFILES, Contention, Curve, Hardware, profile_of
 from compiled_fsdp.sharding.mesh import check_reshard_after_forward, mesh_of_all_ranks, post_forward_group
@@ -175,17 +175,13 @@ def _cache_path(mesh: DeviceMesh, device: torch.device, part: ShardGroup | None)
     """Return the path of the result in the cache; its name is a hash of all that the result depends on."""
     tf32 = device.type == "cuda" and float32_is_tf32()
     host = socket.gethostname(), os.environ.get("LOCAL_WORLD_SIZE")
-    everyone = json.dumps([*host, _device_name(device), torch.get_num_threads(), os.cpu_count(), tf32])
+    everyone = json.dumps([*host, device_name(device.type), torch.get_num_threads(), os.cpu_count(), tf32])
     for group in _groups_of(mesh):
         everyone = json.dumps(gather_texts(everyone, group, device))
     ranks_in_backward = 0 if part is None else part.size
     backend = dist.get_backend(mesh.get_group(mesh.ndim - 1))
     key = (_VERSION, torch.__version__, backend, device.type, ranks_in_backward, everyone)
     return cache_folder() / f"hardware-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else device.type
 
 
 def _linear_layer(x: torch.Tensor, w: torch.Tensor) -> None:
@@ -206,7 +202,7 @@ class _Stopwatch:
         self.samples: list[Samples] = []
 
     def hardware(self) -> Hardware:
-        base = profile_of(_device_name(self.device)) or PROFILES["h100"]
+        base = profile_of(device_name(self.device.type)) or PROFILES["h100"]
         flops = {name: self._matmul(getattr(torch, name)) for name in ("float32", "bfloat16")}
         copy = self._copy()
         shards, grouped = self.shards, base.each
@@ -226,7 +222,7 @@ class _Stopwatch:
 
         return replace(
             base,
-            name=f"{_device_name(self.device)}, measured with {self.ranks} ranks",
+            name=f"{device_name(self.device.type)}, measured with {self.ranks} ranks",
             flops={**flops, "float16": flops["bfloat16"], "float64": flops["float32"] / 2},
             copy=copy,
             contention=self._contention() if communicates else Contention(),

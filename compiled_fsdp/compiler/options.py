@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from compiled_fsdp.base.renamed import BUCKETS, OPTIONS, warn_renamed
@@ -57,7 +58,8 @@ class Options:
         reshard_after_forward: "as sharded": as ``fully_shard`` was told. "auto": keep those parameters unsharded from
             forward to backward that save the most time under the budget.
         hardware: the hardware to plan for. "auto": the result of ``measure_hardware()``, or else the profile of the
-            device's name. Or the name of a profile, in upper or lower case ("h100"), or a ``Hardware``.
+            device's name. Or the name of a profile, in upper or lower case ("h100"), or a ``Hardware``, for example
+            the ``costs`` of a ``profile``; or the path of a file with its ``to_json()``, which ends in ".json".
         recheck_prefetched: across graph breaks, a gather is in flight before its graph is called. True compares the
             shards with the data that was sent before the result is used, and gathers again if a rank has written to
             them in between. False trusts that nobody writes to a parameter while a forward is running.
@@ -77,7 +79,7 @@ class Options:
     optimizer_bytes_per_element: float = 8
     memory_budget: float | str | None = None
     reshard_after_forward: Literal["as sharded", "auto"] = "as sharded"
-    hardware: str | Hardware = "auto"
+    hardware: str | Path | Hardware = "auto"
     recheck_prefetched: bool = True
     kernels: Literal["auto"] | bool = "auto"
 
@@ -93,10 +95,7 @@ class Options:
         _check_choice("verify", self.verify, ("plan", "full", "off"))
         _check_choice("kernels", self.kernels, ("auto", True, False))
         _check_choice("reshard_after_forward", self.reshard_after_forward, ("as sharded", "auto"))
-        if isinstance(self.hardware, str) and self.hardware.lower() in ("auto", *PROFILES):
-            object.__setattr__(self, "hardware", self.hardware.lower())
-        elif not isinstance(self.hardware, Hardware):
-            _check_choice("hardware", self.hardware, ("auto", *PROFILES))
+        object.__setattr__(self, "hardware", _checked_hardware(self.hardware))
         object.__setattr__(self, "memory_budget", _checked_budget(self.memory_budget))
         for name in ("overlap", "collectives_at_world_size_1", "recheck_prefetched"):
             if not isinstance(getattr(self, name), bool):
@@ -171,6 +170,20 @@ def _checked_bucket(bucket: Any) -> Any:
             f"parameter-name patterns, but got {bucket!r}."
         )
     return bucket
+
+
+def _checked_hardware(hardware: Any) -> str | Hardware:
+    """Return the option ``hardware`` as a name or as a value; a file is read."""
+    if isinstance(hardware, str) and hardware.lower() in ("auto", *PROFILES):
+        return hardware.lower()
+    if isinstance(hardware, (str, Path)) and Path(hardware).suffix == ".json":
+        try:
+            return Hardware.from_json(Path(hardware).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"compiled_fsdp: option 'hardware': the file {str(hardware)!r}: {error}.") from error
+    if not isinstance(hardware, Hardware):
+        _check_choice("hardware", hardware, ("auto", *PROFILES))
+    return hardware
 
 
 def _checked_budget(budget: Any) -> float | None:

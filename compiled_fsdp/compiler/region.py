@@ -84,6 +84,11 @@ class Region:
     retained: tuple[int, ...] = ()
 
     @property
+    def device_kind(self) -> str:
+        """The kind of device that computes: "cpu" or "cuda"."""
+        return "cpu" if self.on_cpu else "cuda"
+
+    @property
     def agreeing_group(self) -> ShardGroup | None:
         """The group whose ranks agree on the plan: the largest of several groups, which mostly contains the others.
 

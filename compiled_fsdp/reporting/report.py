@@ -19,7 +19,9 @@ from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.transport import LAUNCHES
 from compiled_fsdp.passes.context import PassContext
+from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.cost.balance import Balance
+from compiled_fsdp.passes.cost.compute import LibraryKernel
 from compiled_fsdp.passes.graph import crosses_graph, is_wait, kind_of, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 from compiled_fsdp.passes.plan.choose import PlanRules
@@ -97,6 +99,7 @@ class _Kept:
     budget: float | None
     cache_key: str | None
     planned: str
+    kernels: tuple[LibraryKernel, ...] = ()
 
 
 @dataclass
@@ -117,6 +120,8 @@ class GraphReport:
             None if they share none.
         any_batch: whether that size is symbolic, so that the graph runs with other batches, too.
         hardware: the name of the hardware that the plan was made for, and the source of its numbers; "" without a plan.
+        planned_for: that hardware.
+        kernels: the graph's library kernels, with their planned times.
         first_params: the id of the parameter that is read first, for each layer or model that called the graph.
         summary: one line for each pass, about its changes to the graph.
         plan: the collectives in launch order.
@@ -139,6 +144,8 @@ class GraphReport:
     batch: int | None = None
     any_batch: bool = False
     hardware: str = ""
+    planned_for: Hardware | None = None
+    kernels: tuple[LibraryKernel, ...] = ()
     first_params: frozenset[int] = frozenset()
     summary: dict[str, str] = field(default_factory=dict)
     plan: GraphPlan | None = None
@@ -165,6 +172,7 @@ class GraphReport:
     def note_plan(self, ctx: PassContext) -> None:
         """Copy the decisions of the passes from ``ctx``."""
         self.summary, self.budget = dict(ctx.summary), ctx.rules.budget
+        self.kernels = ctx.library_kernels
         if (planned := ctx.planned) is not None:
             self.plan, self.tasks, self.simulation = planned.plan, planned.tasks, planned.simulation
             self.balance, self.rules = planned.balance, planned.rules
@@ -185,6 +193,7 @@ class GraphReport:
                 "budget": self.budget,
                 "cache_key": self.cache_key,
                 "planned": base64.b64encode(self._planned).decode(),
+                "kernels": [asdict(kernel) for kernel in self.kernels],
             }
         )
 
@@ -204,7 +213,7 @@ class GraphReport:
         self.rules, self.balance = kept.rules, kept.balance
         names = [read.name for read in self.reads]  # the names in this process's call
         self.collectives = tuple(replace(c, names=tuple(names[i] for i in c.bucket.reads)) for c in kept.collectives)
-        self.launches = kept.launches
+        self.launches, self.kernels = kept.launches, kept.kernels
         self._planned = base64.b64decode(kept.planned)
 
     @cached_property

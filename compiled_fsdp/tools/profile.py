@@ -20,11 +20,15 @@ from torch.profiler import profile as torch_profile
 from compiled_fsdp.base.renamed import warn_renamed
 from compiled_fsdp.base.watch import watched_by
 from compiled_fsdp.compat.profiling import profiled_events, profiler_runs
+from compiled_fsdp.compiler.hardware import device_name
 from compiled_fsdp.frontend.gradient_methods import units_of
+from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.ranks.liveness import Liveness, sign_in
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.tools.profile_ranks import Meeting
+from compiled_fsdp.tools.profile_costs import measured_costs
+from compiled_fsdp.tools.profile_kernels import KernelCall, kernel_calls
+from compiled_fsdp.tools.profile_ranks import Meeting, Together
 from compiled_fsdp.tools.profile_recorder import ProfileError, Recorder
 from compiled_fsdp.tools.profile_steps import Step, alone_on_wires, steps_in, summary_of
 from compiled_fsdp.tools.profile_text import Measurement, measurement
@@ -71,7 +75,8 @@ def profile(model: nn.Module, *, timeout: timedelta = WAIT_FOR_RANKS) -> StepPro
     parameters = _parameters_of(model, "profile")
     widest = max((parameter.group for parameter in parameters), key=lambda group: len(group.ranks))
     ids = frozenset(parameter.param_id for parameter in parameters)
-    return StepProfile(ids, sign_in(widest), widest.ranks, timeout)
+    device = device_name(parameters[0].device.type)
+    return StepProfile(ids, sign_in(widest), widest.ranks, device, timeout)
 
 
 @contextlib.contextmanager
@@ -117,14 +122,16 @@ class StepProfile:
     """
 
     def __init__(
-        self, param_ids: frozenset[int], liveness: Liveness, ranks: tuple[int, ...], timeout: timedelta
+        self, param_ids: frozenset[int], liveness: Liveness, ranks: tuple[int, ...], device: str, timeout: timedelta
     ) -> None:
-        self._param_ids, self._liveness, self._ranks, self._timeout = param_ids, liveness, ranks, timeout
+        self._param_ids, self._liveness, self._ranks = param_ids, liveness, ranks
+        self._device, self._timeout = device, timeout
         self._stack = contextlib.ExitStack()
         self._recorder: Recorder | None = None
         self._steps: list[Step] = []
         self._result: Measurement | None = None
         self._profiler: torch_profile | None = None
+        self._costs: Hardware | None = None
 
     def __enter__(self) -> StepProfile:
         if self._recorder is not None:
@@ -156,22 +163,31 @@ class StepProfile:
             self._meeting.abandon(error)
             return
         try:
-            self._steps = self._seen()
+            self._steps, calls = self._seen()
         except ProfileError as mistake:
             self._meeting.abandon(mistake)
             raise
+
+        def counted_in(together: Together) -> list[Step]:
+            return [step for step in self._steps if step.number not in together.left_out]
+
+        def costs(together: Together) -> str:
+            steps, seconds = counted_in(together), alone_on_wires(self._steps, together)
+            return measured_costs(steps, calls, seconds, self._device).to_json() if steps else ""
+
         left_out = [step.number for step in self._steps if step.compiled]
-        together = self._meeting.exchange(summary_of(self._steps), left_out)
-        counted = [step for step in self._steps if step.number not in together.left_out]
+        together = self._meeting.exchange(summary_of(self._steps), left_out, costs)
+        counted = counted_in(together)
         if not counted:
             raise ProfileError(
                 "profile: a graph was compiled in each step inside; take a step before it, or more steps inside."
             )
+        self._costs = Hardware.from_json(together.costs)
         self._result = measurement(counted, len(self._steps), alone_on_wires(self._steps, together), together,
                                    self._ranks, self._ranks[self._liveness.rank], seconds)  # fmt: skip
 
-    def _seen(self) -> list[Step]:
-        """Return the steps that ran inside the profile.
+    def _seen(self) -> tuple[list[Step], list[KernelCall]]:
+        """Return the steps and the library kernels that ran inside the profile.
 
         Raises:
             ProfileError: no compiled graph ran, or a graph ran other collectives than its report lists.
@@ -185,8 +201,9 @@ class StepProfile:
                 "profile: no compiled graph of the model ran inside: compile the model with "
                 "torch.compile(model, backend='compiled_fsdp'), and take a step inside of the profile."
             )
-        times = times_of(recorder.spans, profiled_events(self._profiler))
-        return steps_in(times, said=recorder.steps_ended > 0)
+        events = profiled_events(self._profiler)
+        steps = steps_in(times_of(recorder.spans, events), said=recorder.steps_ended > 0)
+        return steps, kernel_calls(events)
 
     def step(self) -> None:
         """End a step here, on every rank. If this is never called, steps end after backwards."""
@@ -208,6 +225,22 @@ class StepProfile:
 
     def __str__(self) -> str:
         return str(self.result)
+
+    @property
+    def costs(self) -> Hardware:
+        """The hardware that the plans were made for, with measured costs in place of estimates; equal on all ranks.
+
+        Compile the model again with it, and its plans use the measured times::
+
+            model.compile(backend="compiled_fsdp", options={"hardware": p.costs})
+            Path("costs.json").write_text(p.costs.to_json())   # for later runs: options={"hardware": "costs.json"}
+
+        Raises:
+            RuntimeError: the profile was not left, or it failed.
+        """
+        if self._costs is None:
+            raise RuntimeError("profile: read costs after leaving `with compiled_fsdp.profile(model) as p`.")
+        return self._costs
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, for ``json.dumps``: see ``Measurement.to_dict``."""

@@ -15,7 +15,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -48,11 +48,13 @@ class Together:
         fastest: by group: the seconds that each collective was in flight on the rank that launched it last.
         lost: ``lost[late][waiting]``: seconds that rank ``waiting`` waited for rank ``late`` to launch, over all steps
             that count. Ranks are places in the group that profiles together.
+        costs: the costs that rank 0 has measured: a ``Hardware`` as JSON.
     """
 
     left_out: tuple[int, ...]
     fastest: Mapping[str, Sequence[float]]
     lost: Mapping[int, Mapping[int, float]]
+    costs: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class _Result:
     left_out: tuple[int, ...] = ()
     fastest: Mapping[str, Sequence[float]] = field(default_factory=dict)
     lost: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    costs: str = ""
     error: str = ""
 
 
@@ -123,17 +126,23 @@ class Meeting:
         self._entered = f"{liveness.prefix}/profile/entered"
         self._number = 0 if liveness.alone else self._agreed_number()
 
-    def exchange(self, summary: Summary, left_out: Sequence[int]) -> Together:
+    def exchange(self, summary: Summary, left_out: Sequence[int], costs: Callable[[Together], str]) -> Together:
         """Exchange the summaries of all ranks.
+
+        Args:
+            summary: this rank's.
+            left_out: the steps in which this rank compiled.
+            costs: called on rank 0 with the result, which then has what it returns.
 
         Raises:
             ProfileError: a rank did not come within ``timeout``, its process ended, it left its profile by an
                 exception, or it ran another number of collectives.
         """
         if self._liveness.alone:
-            return merged([summary], left_out)
+            together = merged([summary], left_out)
+            return replace(together, costs=costs(together))
         try:
-            return self._held(summary, left_out)
+            return self._held(summary, left_out, costs)
         finally:
             self._end()
 
@@ -167,7 +176,7 @@ class Meeting:
         else:  # rank 0 has not entered this profile, so its next profile has this number
             self._store.delete_key(self._key(self._liveness.rank))
 
-    def _held(self, summary: Summary, left_out: Sequence[int]) -> Together:
+    def _held(self, summary: Summary, left_out: Sequence[int], costs: Callable[[Together], str]) -> Together:
         liveness = self._liveness
         mine = json.dumps({"summary": summary, "left_out": list(left_out)})
         if liveness.rank != 0:
@@ -180,6 +189,7 @@ class Meeting:
                 raise ProfileError(f"profile: rank {failed[0]} {failed[1]}")
             dropped = sorted({step for one in found for step in one.left_out})
             together = merged([one.summary for one in found], dropped)
+            together = replace(together, costs=costs(together))
         except ProfileError as error:
             self._store.set(self._key("result"), json.dumps({"error": str(error)}))
             raise
@@ -210,7 +220,7 @@ class Meeting:
         if result.error:
             raise ProfileError(result.error)
         lost = {int(late): {int(rank): s for rank, s in of.items()} for late, of in result.lost.items()}
-        return Together(result.left_out, result.fastest, lost)
+        return Together(result.left_out, result.fastest, lost, result.costs)
 
     def _wait(self, there: Callable[[], bool], seconds: float, otherwise: Callable[[], str]) -> None:
         """Wait until ``there()`` is true.

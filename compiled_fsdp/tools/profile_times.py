@@ -236,6 +236,17 @@ def in_line(intervals: Sequence[Interval]) -> list[Interval]:
     return found
 
 
+def union(intervals: Sequence[Interval]) -> list[Interval]:
+    """Return the times in which any of the intervals runs, by start."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
 def of_run(run: Run, times: Times) -> TimedSpan:
     """Return the span of a graph's call."""
     return next(at for at in times.spans if at.span.what == "run" and at.span.run is run)

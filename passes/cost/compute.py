@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +66,13 @@ class Cost:
     kind: str = "memory"
     # Of a matrix product: its number of output tiles, and into how many parts each can be split; else (0, 0).
     tiles: tuple[int, int] = (0, 0)
+    # Of a library kernel with known sizes: ``kernel_key`` of its call; else "".
+    key: str = ""
 
     def seconds(self, hardware: Hardware) -> Any:
         """The node's time on ``hardware``: a number, or a sympy expression of the symbolic sizes."""
+        if self.key in hardware.kernels:
+            return hardware.kernels[self.key]
         symbolic = isinstance(self.flops, sympy.Basic) or isinstance(self.bytes, sympy.Basic)
         rate = hardware.matmul(self.dtype) * hardware.share_of_multiprocessors(*self.tiles)
         if self.kind.startswith("attention"):
@@ -79,7 +83,21 @@ class Cost:
 
     def contention(self, hardware: Hardware) -> float:
         """The share by which the node takes longer beside a collective."""
-        return getattr(hardware.contention, self.kind.removesuffix("_backward"))
+        return hardware.contention.of(self.kind)
+
+
+@dataclass(frozen=True)
+class LibraryKernel:
+    """The calls of one library kernel in a graph, as the plan prices them."""
+
+    # Its name and shapes (``kernel_key``).
+    key: str
+    # ``Cost.kind`` and ``Cost.dtype``.
+    kind: str
+    dtype: str
+    # How often the graph calls it, and the planned seconds of each call.
+    count: int
+    seconds: float
 
 
 NO_COST = Cost(0, 0, 0, "float32")
@@ -122,6 +140,7 @@ def node_costs(gm: GraphModule, *, fused: bool, symbolic: bool = False) -> dict[
             _dtype(node),
             _kind(node),
             (0, 0) if symbolic else _tiles(node),
+            "" if symbolic or not library else _key(node),
         )
     for op, error in failed.items():
         log.warning("no operations counted for %s: %r", op, error)
@@ -134,13 +153,59 @@ def total_seconds(costs: Mapping[Node, Cost], hardware: Hardware) -> Any:
     return sum(count * cost.seconds(hardware) for cost, count in alike.items())
 
 
+def library_kernels(costs: Mapping[Node, Cost], hardware: Hardware) -> tuple[LibraryKernel, ...]:
+    """Return the library kernels of a graph whose shapes are known, in the order of their first calls."""
+    alike = Counter(cost for cost in costs.values() if cost.key)
+    return tuple(
+        LibraryKernel(cost.key, cost.kind, cost.dtype, count, float(cost.seconds(hardware)))
+        for cost, count in alike.items()
+    )
+
+
 def is_library(node: Node) -> bool:
     """Whether a node is always a kernel of its own, which is never fused."""
     op = _call_of(node)[0]
     packet = getattr(op, "overloadpacket", None)
     if packet is None:
         return node.op == "call_function" and not is_getitem(node)
-    return packet in _LIBRARY_KERNELS or packet in flop_registry or packet.__name__ in _COUNTED_AS or not _is_aten(op)
+    return is_library_op(packet) or not _is_aten(op)
+
+
+def is_library_op(packet: Any) -> bool:
+    """Whether an op of torch is always a kernel of its own, which is never fused."""
+    return packet in _LIBRARY_KERNELS or packet in flop_registry or packet.__name__ in _COUNTED_AS
+
+
+def kernel_key(op: str, shapes: Sequence[Sequence[int]], dtype: str) -> str:
+    """The name under which a library kernel's measured time is known: "mm 512x1024 1024x4096 bfloat16".
+
+    A product with an added bias has the name of the product alone, because Inductor may add the bias elsewhere.
+
+    Args:
+        op: the op's name without its namespace, "addmm".
+        shapes: of its arguments, in the schema's order; () for an argument that is no tensor.
+        dtype: of the first tensor.
+    """
+    packet: Any = getattr(aten, op, None)
+    places = _PRODUCTS.get(packet, range(len(shapes)))
+    name = {"addmm": "mm", "baddbmm": "bmm"}.get(op, op)
+    sizes = ["x".join(map(str, shapes[place])) for place in places if place < len(shapes) and shapes[place]]
+    return " ".join([name, *sizes, dtype])
+
+
+def _key(node: Node) -> str:
+    op, args, kwargs = _call_of(node)
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return ""
+    given = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(schema.arguments)
+    ]
+    tensors = [argument.meta.get("val") if isinstance(argument, Node) else None for argument in given]
+    shapes = [tuple(map(hint, t.shape)) if isinstance(t, torch.Tensor) else () for t in tensors]
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors if isinstance(t, torch.Tensor)]
+    return kernel_key(op.overloadpacket.__name__, shapes, dtypes[0] if dtypes else "")
 
 
 def _call_of(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

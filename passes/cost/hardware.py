@@ -59,6 +59,11 @@ class Contention:
     memory: float = 0.0
     collective: float = 0.0
 
+    def of(self, kind: str) -> float:
+        """The share for a kind of kernel: "product", "attention", "attention_backward" or "memory"."""
+        share: float = getattr(self, kind.removesuffix("_backward"))
+        return share
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -102,6 +107,9 @@ class Hardware:
         reduce: measured curves of reduce-scatters, likewise.
         alltoall: measured curves of all-to-alls, which may replace reduce-scatters.
         all_reduce: measured curves of all-reduces, which average gradients over replicas.
+        kernels: measured seconds of library kernels, by name and shapes (``cost.compute.kernel_key``). They take
+            precedence over the estimate from the rates. ``compiled_fsdp.profile`` measures them.
+        device: torch's name of the device that was measured; "" if it is not known.
     """
 
     name: str
@@ -128,6 +136,8 @@ class Hardware:
     reduce: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
     alltoall: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
     all_reduce: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
+    kernels: Mapping[str, float] = field(default_factory=dict)
+    device: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.contention, Contention):
@@ -230,7 +240,7 @@ class Hardware:
         rates = [found.copy, found.host_copy, *found.flops.values()]
         rates += [of.bytes_per_second for of in (found.inside, found.between, *curves)] + [*found.attention]
         seconds = [found.latency, found.each, found.kernel, found.host_kernel, found.host_collective]
-        seconds += asdict(found.contention).values()
+        seconds += [*asdict(found.contention).values(), *found.kernels.values()]
         seconds += [value for curve in curves for value in (curve.latency, curve.each)]
         if not (all(rate > 0 for rate in rates) and all(value >= 0 for value in seconds)):  # NaN fails, too
             raise Unfit("the hardware has a rate that is not above zero, or a time below it")
