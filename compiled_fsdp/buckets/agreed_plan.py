@@ -30,8 +30,8 @@ class AgreedRead:
     # The parameter's description when the plan was made, for example "float32[4, 4], resharded, float32 avg"
     # (``Unit.line_of``). The plan applies only as long as the description stays the same.
     line: str
-    # How often compiled autograd's graph gathers it (``Region.gathers``); 1 in other graphs.
-    gathers: int = 1
+    # How often compiled autograd's graph gathers or reduces it (``Region.times``).
+    times: int = 1
 
 
 @dataclass(frozen=True)

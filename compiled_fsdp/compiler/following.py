@@ -64,7 +64,10 @@ class PlanFinder:
         return bound if bound is not None and bound.plan.signature == self._signature else None
 
     def _plan_that_fits(self) -> BoundPlan | None:
-        return RUNTIME.follower.plan_for(_by_parameter(self._region), _gathers_of(self._region), self._kind)
+        times = _times_of(self._region)
+        bound = RUNTIME.follower.plan_for(_by_parameter(self._region), times, self._kind)
+        # A part of compiled autograd's graph may have the gradients of one call of a layer, and another part of two.
+        return bound if bound is not None and all(bound.calls(p) == max(t, 1) for p, t in times.items()) else None
 
     def is_known_model(self) -> bool:
         """Return whether the ranks have agreed on a plan for a part of the region's model."""
@@ -130,16 +133,12 @@ def _by_parameter(region: Region) -> dict[ShardedParameter, str]:
     return {p: line for p, _, line in reads} | {p: line for p, read, line in reads if read.trainable}
 
 
-def _gathers_of(region: Region) -> Counter[ShardedParameter]:
-    """Return how often compiled autograd's graph gathers each parameter."""
-    gathers = Counter[ShardedParameter]()
-    for parameter, count in zip(region.parameters, _gathers_of_reads(region), strict=True):
-        gathers[parameter] += count
-    return gathers
-
-
-def _gathers_of_reads(region: Region) -> tuple[int, ...]:
-    return region.gathers or (1,) * len(region.reads)
+def _times_of(region: Region) -> Counter[ShardedParameter]:
+    """Return how often compiled autograd's graph gathers or reduces each parameter."""
+    times = Counter[ShardedParameter]()
+    for parameter, count in zip(region.parameters, region.times, strict=True):
+        times[parameter] += count
+    return times
 
 
 def agreed_plan(
@@ -154,8 +153,8 @@ def agreed_plan(
         buckets: the collectives, by phase.
     """
     reads = tuple(
-        AgreedRead(read.name, read.trainable, read.reduce_text, read.mode, line, gathers)
-        for read, line, gathers in zip(region.reads, lines_of(region), _gathers_of_reads(region), strict=True)
+        AgreedRead(read.name, read.trainable, read.reduce_text, read.mode, line, times)
+        for read, line, times in zip(region.reads, lines_of(region), region.times, strict=True)
     )
     obstacle = ""
     if any(read.piece for read in region.reads):

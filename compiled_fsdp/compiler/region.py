@@ -62,7 +62,8 @@ class Region:
         is_broken: whether it begins or ends at a graph break.
         runs_twice: whether it is a part of a forward that an uncompiled checkpoint runs again in backward.
         shares_checkpoint: whether the same run of that checkpoint had another graph before, with other parameters.
-        gathers: how often each read is gathered in compiled autograd's graph. For example, twice after two forwards.
+        times: how often compiled autograd's graph gathers or reduces each read, whichever is more. For example, twice
+            after two forwards.
         failed_hooks: the problem when a parameter's all-gather extensions were traced; "" if there was none.
         retained: the indices of the reads whose full parameters are the graph's last results (``retained.py``).
     """
@@ -79,7 +80,7 @@ class Region:
     is_broken: bool = False
     runs_twice: bool = False
     shares_checkpoint: bool = False
-    gathers: tuple[int, ...] = ()
+    times: tuple[int, ...] = ()
     failed_hooks: str = ""
     retained: tuple[int, ...] = ()
 
@@ -101,8 +102,8 @@ class Region:
     def signature(self) -> tuple[str, ...]:
         """Return the kind and a line for each read: the facts that ranks must have in common."""
         kind = ("a part, " if self.is_fragment else "") + self.kind + (", in a checkpoint" if self.runs_twice else "")
-        if max(self.gathers, default=1) > 1:
-            kind += f", its reads gathered {self.gathers} times"
+        if max(self.times, default=1) > 1:
+            kind += f", its reads gathered or reduced {self.times} times"
         return kind, *(read.signature_line(trains=self.kind != "inference") for read in self.reads)
 
 
@@ -167,7 +168,7 @@ class _Numbering:
         self.groups = _GroupNumbers()
         self.blocks: dict[tuple[int, int], int] = {}
         self.indices: dict[tuple[int, bool, bool, str], int] = {}
-        self.gathers: Counter[int] = Counter()
+        self.calls: Counter[tuple[int, Any]] = Counter()  # how often each op gathers or reduces each read
 
     def add(self, node: Node, parameter: ShardedParameter) -> None:
         """Number the read or reduction that a node calls, in the node's arguments, too."""
@@ -190,7 +191,7 @@ class _Numbering:
         # In compiled autograd's graph, a read over fewer ranks (``gathers_pieces``) is from a backward compiled before.
         set_argument(node, "group_id", self._backward_group(parameter)[0] if gathers_pieces else group)
         set_argument(node, "read", self.indices[key])
-        self.gathers[self.indices[key]] += node.target is schema.unshard
+        self.calls[self.indices[key], node.target] += 1
 
     def _backward_group(self, parameter: ShardedParameter) -> tuple[int, int]:
         """Return the number and the size of the group that gathers a parameter in backward."""
@@ -276,7 +277,10 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
         on_gloo=on_cpu and all(group.backend_of("cpu") in ("gloo", "fake") for group in numbering.groups.widest),
         failed_hooks=next((argument(node, "problem") for node, _ in failed), ""),
         runs_twice=checkpoint is not None,
-        gathers=tuple(numbering.gathers[i] for i in range(len(numbering.reads))) if publishes else (),
+        times=tuple(
+            max(numbering.calls[read, schema.unshard], numbering.calls[read, schema.reduce_grad])
+            for read in range(len(numbering.reads))
+        ),
         shares_checkpoint=_shares_checkpoint(checkpoint, {parameter.param_id for _, parameter in found}),
         is_fragment=is_fragment,
         is_broken=is_broken,

@@ -57,10 +57,10 @@ class BoundPlan:
         # The state of each parameter that the plan is for (``Unit.line_of``); if it has two reads, for the trained one.
         by_training = sorted(range(len(first)), key=lambda n: plan.reads[n].trainable)
         self.line_of = {first[n]: plan.reads[n].line for n in by_training}
-        # How often the plan's graph gathers each parameter, by ``param_id``.
-        self.gathers = Counter[int]()
+        # How often compiled autograd's graph gathers or reduces each parameter, by ``param_id``.
+        self.times = Counter[int]()
         for read, parameter in zip(plan.reads, parameters, strict=True):
-            self.gathers[parameter.param_id] += read.gathers
+            self.times[parameter.param_id] += read.times
         # The reads that need no gather: their parameter is full already, or its shard group has one rank.
         self.without_gather = frozenset(
             read for read in first if plan.reads[read].mode == "full" or parameters[read].world == 1
@@ -116,6 +116,10 @@ class BoundPlan:
     def is_part_of(self, other: BoundPlan) -> bool:
         """Whether the other plan begins with the same block and has all parameters of this one, in the same state."""
         return self.beginning == other.beginning and self.read_of.keys() <= other.read_of.keys() and self.like(other)
+
+    def calls(self, parameter: ShardedParameter) -> int:
+        """How often the plan's code gathers or reduces a parameter; 1 if it needs no gather."""
+        return max(self.times[parameter.param_id], 1)
 
     def forward_begins(self) -> None:
         """Note that a forward begins to follow the plan."""

@@ -121,18 +121,18 @@ class KnownPlans:
         return order[number] if number < len(order) else largest
 
     def for_backward(
-        self, lines: Mapping[ShardedParameter, str], gathers: Mapping[ShardedParameter, int]
+        self, lines: Mapping[ShardedParameter, str], times: Mapping[ShardedParameter, int]
     ) -> BoundPlan | None:
         """The plan of a graph of compiled autograd with exactly these parameters, in any order; None if there is none.
 
         Args:
             lines: each parameter's state in that graph (``Unit.line_of``).
-            gathers: how often that graph gathers each parameter. After two forwards, a backward has another plan than
-                after one.
+            times: how often that graph gathers or reduces each parameter. After two forwards, a backward has another
+                plan than after one.
         """
-        times = {parameter.param_id: count for parameter, count in gathers.items()}
+        by_id = {parameter.param_id: count for parameter, count in times.items()}
         for bound in self._all("backward"):
-            if bound.gathers == times and all(bound.fits(p, line) for p, line in lines.items()):
+            if bound.times == by_id and all(bound.fits(p, line) for p, line in lines.items()):
                 return bound
         return None
 

@@ -299,17 +299,17 @@ class PlanFollower:
         return bound if bound is not None and bound.only_gathers_in_backward else None
 
     def plan_for(
-        self, lines: Mapping[ShardedParameter, str], gathers: Mapping[ShardedParameter, int], kind: str
+        self, lines: Mapping[ShardedParameter, str], times: Mapping[ShardedParameter, int], kind: str
     ) -> BoundPlan | None:
         """The plan that code with these parameters would follow if it came next; None if there is none.
 
         Args:
             lines: each parameter's state then (``Unit.line_of``), in the order of the reads.
-            gathers: how often compiled autograd's graph gathers each parameter; without meaning for a forward.
+            times: how often compiled autograd's graph gathers or reduces each parameter; not used for a forward.
             kind: of the forward, or "backward" for compiled autograd's graph.
         """
         if kind == "backward":
-            return self.known.for_backward(lines, gathers)
+            return self.known.for_backward(lines, times)
         self._end_finished_forward()
         if (run := self._forward) is not None and all(run.serves(parameter.param_id) for parameter in lines):
             return run.bound

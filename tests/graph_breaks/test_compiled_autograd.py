@@ -465,23 +465,74 @@ def test_gathers_over_a_part_of_the_ranks(rank, world_size, kind):
     assert {read.backward_group for read in backward.reads if read.index in pieces} == {(groups["gather"], 2)}
 
 
+def _two_forwards(rank, twice, compiles, model, index):
+    """A step whose backward is of two forwards if its index is ``twice``."""
+    loss = loss_of(model, rank, index)
+    if index == twice:
+        loss = loss + loss_of(model, rank, 10 + index)
+    with compiled_autograd(codegen="aot_eager") if compiles else contextlib.nullcontext():
+        loss.backward()
+    return loss.detach()
+
+
 @pytest.mark.parametrize("twice", variants([1, 0], 1))
 @distributed(world_size=4)
 def test_two_forwards_before_a_backward_that_gathers_over_a_part_of_the_ranks(rank, world_size, twice):
     """Such a backward gathers each parameter once for each forward, in the second step or in the first one."""
-
-    def step(model, index, backward_of=contextlib.nullcontext):
-        loss = loss_of(model, rank, index)
-        if index == twice:
-            loss = loss + loss_of(model, rank, 10 + index)
-        with backward_of():
-            loss.backward()
-        return loss.detach()
-
+    step = functools.partial(_two_forwards, rank, twice)
     model = shard(broken(), fully_shard, reshard_after_forward=2)
-    compiles = functools.partial(compiled_autograd, codegen="aot_eager")
-    found = train(compiled(model), functools.partial(step, backward_of=compiles))
-    assert_same(found, train(fsdp2(broken(), reshard_after_forward=2), step), rtol=1e-6)
+    found = train(compiled(model), functools.partial(step, True))
+    assert_same(found, train(fsdp2(broken(), reshard_after_forward=2), functools.partial(step, False)), rtol=1e-6)
+
+
+class DecidesInside(nn.Sequential):
+    """A layer that a reentrant checkpoint runs uncompiled, because a value decides in it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x if x.detach().sum().item() > 1e9 else 0.5 * x
+
+
+class ChecksTwice(nn.Module):
+    """A layer that is called twice, with a reentrant checkpoint before the rest of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.rest = DecidesInside(nn.Linear(8, 8)), nn.Linear(8, 8)
+
+    def once(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.inside, x, use_reentrant=True)
+        return x + self.rest(x).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.once(x)
+        torch._dynamo.graph_break()
+        return self.once(x)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("reshard", variants([None, False], None))
+def test_parts_of_a_backward_that_reduce_the_same_parameters_once_and_twice(rank, world_size, reshard):
+    """The checkpoint of the second call cuts the backward of two forwards: a part has the gradients of one call or two.
+
+    The first call's checkpoint has no backward, because its input needs no gradient.
+    """
+    torch.manual_seed(7)
+    model = nn.Sequential(ChecksTwice())
+    reference = copy.deepcopy(model)
+    fully_shard(model[0], reshard_after_forward=reshard)
+    run = compiled(fully_shard(model, reshard_after_forward=reshard))
+    for step in range(3):
+        for _ in range(1 + (step == 0)):  # microbatches
+            inputs = [torch.randn(2, 8) for _ in range(1 + (step == 0))]
+            loss = sum(run(x).square().mean() for x in inputs)
+            with compiled_autograd(codegen="aot_eager"):
+                loss.backward()
+            sum(reference(x).square().mean() for x in inputs).backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / world_size)
+            param.grad = expected.grad = None
 
 
 @pytest.mark.more
