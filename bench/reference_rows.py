@@ -59,8 +59,9 @@ class Row:
         wire: as ``compiled-fsdp plan --wire``.
         float8: whether the layers' matrix products are in float8, whose casts cost time.
         memory: published bytes at the peak; None if the source has none.
-        memory_kind: "reserved" (the caching allocator's bytes, which are more than the allocated ones), or "?" if the
-            source does not say.
+        memory_kind: "allocated", "reserved" (the caching allocator's bytes, which are more than the allocated ones), or
+            "?" if the source does not say.
+        optimizer_bytes: bytes of the optimizer's state for each element; None for two moments in the weights' dtype.
         assumed: a setting that the source leaves open, and the value that we take.
     """
 
@@ -83,6 +84,7 @@ class Row:
     float8: bool = False
     memory: float | None = None
     memory_kind: str = ""
+    optimizer_bytes: float | None = None
     assumed: str = ""
 
 
@@ -152,16 +154,18 @@ def rows() -> Iterator[Row]:
     llama, llama2, llama70 = SHAPES["llama3-8b"], SHAPES["llama2-7b"], SHAPES["llama2-70b"]
     mpt = SHAPES["mpt-7b"]
 
+    # Its script runs 1 and 2 GPUs with batches of 2, makes the model in bfloat16, and logs max_memory_allocated in GiB.
     kempner = Row(
-        "2", "check", llama, COMPILED, _H200_BY_4, 2, 4096, 4, 3.50, _KEMPNER,
-        microbatches=2, checkpointing="full", memory=62.4e9, memory_kind="?",
+        "2", "check", llama, COMPILED, _H200_BY_4, 2, 4096, 2, 3.50, _KEMPNER,
+        microbatches=4, checkpointing="full", precision="bf16-weights", memory=62.4 * GIB, memory_kind="allocated",
         assumed="nodes of 4 with 400 Gb/s for each GPU",
     )  # fmt: skip
-    yield replace(kempner, row="1", use="fit", world=1, seconds=_step(10471, 4096, 4, 2), memory=80.7e9)
+    yield replace(kempner, row="1", use="fit", world=1, seconds=_step(10471, 4096, 2, 4), memory=None)
     yield kempner
-    yield replace(kempner, row="3", world=4, seconds=3.36, memory=61.1e9)
+    kempner = replace(kempner, batch=4, microbatches=2)
+    yield replace(kempner, row="3", world=4, seconds=3.36, memory=61.1 * GIB)
     yield replace(
-        kempner, row="4", shape=_LLAMA_13B, system=EAGER, world=8, microbatches=4, seconds=14.81, memory=88.5e9
+        kempner, row="4", shape=_LLAMA_13B, system=EAGER, world=8, microbatches=4, seconds=14.81, memory=88.5 * GIB
     )
 
     titan = Row(
@@ -221,12 +225,13 @@ def rows() -> Iterator[Row]:
     yield replace(yandex, row="24", use="check", shape=llama2, world=128, sequence=8192, seconds=2.31)
     yield replace(yandex, row="25", use="check", shape=_LLAMA_34B, world=256, seconds=4.50)
 
+    # Its script, thunder/benchmarks/benchmark_litgpt.py, builds the model in bfloat16 and prints max_memory_allocated.
     thunder = Row(
         "26a", "check", llama2, EAGER, _H100, 8, 4096, 1, _step(9325, 4096, 1), "Lightning-AI/lightning-thunder#940",
-        reshard=False, memory=40.2e9, memory_kind="?",
+        reshard=False, precision="bf16-all", memory=47.45e9, memory_kind="allocated",
     )  # fmt: skip
     yield thunder
-    yield replace(thunder, row="26b", system=COMPILED, seconds=_step(11856, 4096, 1))
+    yield replace(thunder, row="26b", system=COMPILED, seconds=_step(11856, 4096, 1), memory=40.21e9)
     yield Row(
         "27", "check", llama, COMPILER, _H100, 8, 8192, 1, _step(9369, 8192, 1), "pytorch/pytorch#179937",
         assumed="batch 1, no checkpointing",
@@ -236,5 +241,6 @@ def rows() -> Iterator[Row]:
     yield Row(
         "28", "check", llama, EAGER, _H100, 2, 8192, 1, flops / (0.289 * 989e12), "pytorch/pytorch#129450",
         checkpointing="full", memory=72.8 * GIB, memory_kind="?",
+        optimizer_bytes=4,  # two moments, less the gradient, which the optimizer's step in backward frees
         assumed="H100s, sequences of 8,192 tokens; of its three figures the middle one",
     )  # fmt: skip

@@ -86,7 +86,11 @@ def plan(row: Row) -> Planned:
         checkpointing=row.checkpointing,
         budget=None,
         wire=row.wire,
-        options=(*row.system.options, ("codegen", "inductor" if row.system.fused else "aot_eager")),
+        options=(
+            *row.system.options,
+            ("codegen", "inductor" if row.system.fused else "aot_eager"),
+            *((("optimizer_bytes_per_element", row.optimizer_bytes),) if row.optimizer_bytes is not None else ()),
+        ),
     )
     step = estimate(setting)
     return of_estimate(row, step)

@@ -67,7 +67,8 @@ def test_kernels_on_a_device_have_the_time_of_the_device():
     shapes = (8, 4), (4, 2)
     events = [
         op("aten::mm", 0, 10, 1, shapes), op("aten::addmm", 10, 20, 2, ((2,), *shapes)),
-        op("aten::mm", 12, 18, 3, shapes), op("aten::mm", 20, 30, 4, shapes), kernel(5, 25, 1), kernel(30, 40, 1), kernel(40, 60, 3),
+        op("aten::mm", 12, 18, 3, shapes), op("aten::mm", 20, 30, 4, shapes),
+        kernel(5, 25, 1), kernel(30, 40, 1), kernel(40, 60, 3),
     ]  # fmt: skip
     calls = kernel_calls(sorted(events, key=lambda event: event.start_ns))
     assert [(call.key, call.ran, call.seconds_ns) for call in calls] == [

@@ -23,7 +23,7 @@ from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.reporting.report import GraphReport
-from compiled_fsdp.tools.cli.parallel import mesh_of, shard, split_over
+from compiled_fsdp.tools.cli.parallel import PRECISIONS, mesh_of, shard, split_over
 from compiled_fsdp.tools.cli.shapes import SHAPES, Decoder, Shape
 from compiled_fsdp.tools.timeline import GraphTimeline, Timeline, of_report
 
@@ -32,8 +32,8 @@ PEAK_FLOPS = {
     "a100": 312e12, "a100-pcie": 312e12, "l40s": 362e12, "h100": 989e12, "h100-pcie": 756e12, "h100-nvl": 835e12,
     "h200": 989e12, "gh200": 989e12, "b200": 2250e12, "gb200": 2500e12,
 }  # fmt: skip
-ADAMW_BYTES = 28
-"""Bytes that fused AdamW in float32 moves for each element.
+ADAMW_VALUES = 7
+"""Values that fused AdamW moves for each element.
 
 It reads the weight, the gradient and two moments, and writes all but the gradient.
 """
@@ -229,6 +229,9 @@ def estimate(setting: Setting) -> Estimate:
         mesh = mesh_of(setting.replicate, shards, setting.tensor_parallel)
         model, args = _model_of(setting, mesh["tensor"])
         parameters = sum(param.numel() for param in model.parameters())
+        weights = PRECISIONS[setting.precision].weights
+        if weights != torch.float32:
+            model.to(weights)
         shape = _shape_of(setting)
         flops = None
         if shape is not None:
@@ -249,7 +252,10 @@ def estimate(setting: Setting) -> Estimate:
     return Estimate(
         graphs,
         parameters,
-        ADAMW_BYTES * math.ceil(parameters / shards / setting.tensor_parallel) / setting.hardware.copy,
+        ADAMW_VALUES
+        * weights.itemsize
+        * math.ceil(parameters / shards / setting.tensor_parallel)
+        / setting.hardware.copy,
         tokens,
         flops,
         PEAK_FLOPS.get(setting.hardware.name),
@@ -267,6 +273,7 @@ def _name_of(setting: Setting) -> str:
 
 def _options(setting: Setting) -> dict[str, Any]:
     options: dict[str, Any] = {"hardware": setting.hardware, "kernels": not setting.hardware.host_computes}
+    options["optimizer_bytes_per_element"] = 2 * PRECISIONS[setting.precision].weights.itemsize
     if setting.budget is not None:
         options["memory_budget"] = setting.budget
     if setting.reshard_after_forward == "auto":

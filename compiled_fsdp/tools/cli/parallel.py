@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +23,28 @@ from compiled_fsdp.frontend.fully_shard import fully_shard
 from compiled_fsdp.sharding.wire_policy import WirePolicy
 from compiled_fsdp.tools.cli.shapes import Decoder, Experts
 
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a training step.
+
+    Attributes:
+        policy: the dtypes of gathered parameters and of reductions.
+        weights: the dtype of the weights, of their gradients and of AdamW's two moments.
+    """
+
+    policy: MixedPrecisionPolicy
+    weights: torch.dtype = torch.float32
+
+
+_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+_BF16_SUMS_IN_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PRECISIONS = {
-    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "bf16-reduce": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-    "fp32": MixedPrecisionPolicy(),
+    "bf16": Precision(_BF16_SUMS_IN_FP32),
+    "bf16-reduce": Precision(_BF16),
+    "bf16-weights": Precision(_BF16_SUMS_IN_FP32, torch.bfloat16),
+    "bf16-all": Precision(_BF16, torch.bfloat16),
+    "fp32": Precision(MixedPrecisionPolicy()),
 }
 
 
@@ -63,7 +82,7 @@ def shard(
 
     The root alone is divided at repeated layers.
     """
-    given: dict[str, Any] = {"mesh": data_parallel(mesh), "mp_policy": PRECISIONS[precision]}
+    given: dict[str, Any] = {"mesh": data_parallel(mesh), "mp_policy": PRECISIONS[precision].policy}
     given["wire_policy"] = wire_policy(wire)
     if reshard_after_forward != "auto":
         given["reshard_after_forward"] = reshard_after_forward

@@ -127,7 +127,7 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
     type=click.Choice(list(PRECISIONS)),
     default="bf16",
     show_default=True,
-    help="Of parameters and of reduced gradients, as MixedPrecisionPolicy has them.",
+    help="Of parameters and of reduced gradients; bf16-weights and bf16-all also keep weights and moments in bfloat16.",
 )
 @click.option(
     "--reshard-after-forward", default="true", show_default=True, metavar="true|false|auto|RANKS",
