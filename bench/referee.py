@@ -60,7 +60,7 @@ def price(
             curve = hardware.curve("gather" if is_gather(node) else "reduce", world, nodes)
             sizes = [tensor_bytes(t) for t in tensors_in(_full(node))]
             start = max(now, free)
-            free = start + curve.latency + (len(sizes) - 1) * curve.each + sum(sizes) / curve.bytes_per_second
+            free = start + curve.seconds(sum(sizes), len(sizes))
             ends[node] = free
             busy.append((start, free))
             count += 1

@@ -11,16 +11,23 @@ errors of "check" rows say how good the predictions are.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from functorch.compile import default_partition
 
 from bench.reference_rows import Row, float8_bytes, rows
 from bench.tables import table
+from compiled_fsdp.compiler import compilation
 from compiled_fsdp.tools.cli.estimate import Estimate, Setting, estimate
+from compiled_fsdp.tools.cli.parallel import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -92,8 +99,19 @@ def plan(row: Row) -> Planned:
             *((("optimizer_bytes_per_element", row.optimizer_bytes),) if row.optimizer_bytes is not None else ()),
         ),
     )
-    step = estimate(setting)
-    return of_estimate(row, step)
+    with contextlib.nullcontext() if row.system.fused else keeps_as_eager_code():
+        return of_estimate(row, estimate(setting))
+
+
+@contextlib.contextmanager
+def keeps_as_eager_code() -> Iterator[None]:
+    """Cut joint graphs so that backward has what eager autograd saves; a compiler computes some of it again."""
+
+    def cut(joint: Any, inputs: Any, **kwargs: Any) -> Any:
+        return default_partition(joint, inputs, **kwargs)
+
+    with mock.patch.object(compilation, "min_cut_partition", cut):
+        yield
 
 
 def of_estimate(row: Row, step: Estimate) -> Planned:
@@ -105,6 +123,9 @@ def of_estimate(row: Row, step: Estimate) -> Planned:
     compute = sum(graph.compute_s for graph in step.graphs)
     seconds = compute if alone else sum(graph.step_s for graph in step.graphs)
     optimizer = step.optimizer_s * (2 if alone else 1)
+    # while full gradients wait, there are no sharded ones
+    gradient = PRECISIONS[row.precision].weights.itemsize / row.world
+    pending = step.parameters * (row.pending_bytes - gradient) if row.pending_bytes else 0
     casts = float8_bytes(row.shape, row.sequence * row.batch) / row.hardware.copy if row.float8 else 0.0
     return Planned(
         row.row,
@@ -114,7 +135,7 @@ def of_estimate(row: Row, step: Estimate) -> Planned:
         row.microbatches * (compute + casts),
         0.0 if alone else row.microbatches * step.exposed_s,
         optimizer,
-        step.peak_bytes,
+        step.peak_bytes + round(pending),
         row.memory,
     )
 

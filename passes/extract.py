@@ -21,7 +21,7 @@ from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.buckets.transport import TRANSPORTS
 from compiled_fsdp.compat.graphs import hint
 from compiled_fsdp.passes.cost.compute import Cost, library_kernels, node_costs
-from compiled_fsdp.passes.cost.hardware import Hardware
+from compiled_fsdp.passes.cost.hardware import Curve, Hardware
 from compiled_fsdp.passes.graph import (
     ENCODES,
     IS_SHARD,
@@ -189,15 +189,27 @@ def channel_of(
     usual = (Kind.GATHER if gathered else Kind.REDUCE).usual_transport
     transport = usual if gathered else _transport_of_reductions(ctx, world, groups.nodes, encodes=encodes)
     curve = ctx.hardware.curve(TRANSPORTS[transport].curve, world, groups.nodes)
-    latency, rate = curve.latency, curve.bytes_per_second
     if replicas > 1:
-        over_replicas = ctx.hardware.curve("all_reduce", replicas, groups.replicate_nodes)
-        latency += over_replicas.latency
-        rate = 1 / (1 / rate + 1 / over_replicas.bytes_per_second / world)
+        curve = _one_after_the_other(curve, ctx.hardware.curve("all_reduce", replicas, groups.replicate_nodes), world)
     of_reductions = not gathered and groups.has_reduce_scatter_group
     stream, received_share = stream_of(group_id, of_reductions), float(TRANSPORTS[transport].leaves_pieces)
     chosen = "" if transport == usual else transport
-    return CommChannel(latency, curve.each, rate, world, stream, received_share, chosen)
+    return CommChannel(
+        curve.latency, curve.each, curve.bytes_per_second, world, stream, received_share, chosen, curve.quick
+    )
+
+
+def _one_after_the_other(reduces: Curve, over_replicas: Curve, world: int) -> Curve:
+    """The cost of a reduction followed by an all-reduce of each of its ``world`` shards over the replicas."""
+
+    def together(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+        return one[0] + other[0], 1 / (1 / one[1] + 1 / other[1] / world)
+
+    usual = [(curve.latency, curve.bytes_per_second) for curve in (reduces, over_replicas)]
+    quick = None
+    if reduces.quick is not None and over_replicas.quick is not None:
+        quick = together(reduces.quick, over_replicas.quick)
+    return Curve(*together(*usual), reduces.each, quick)
 
 
 def _transport_of_reductions(ctx: PassContext, world: int, nodes: int | None, *, encodes: bool) -> str:

@@ -51,7 +51,9 @@ class ModelLinks:
         stream = self._own[link]
         if key not in self.channels:
             curve = ctx.hardware.curve(KINDS[kind].curve, place.world, place.nodes)
-            self.channels[key] = CommChannel(curve.latency, curve.each, curve.bytes_per_second, place.world, stream)
+            self.channels[key] = CommChannel(
+                curve.latency, curve.each, curve.bytes_per_second, place.world, stream, quick=curve.quick
+            )
         sent = tensors_in([value(source) for source in node.all_input_nodes])
         received = tensors_in(node.meta.get("val"))
         sizes = [sum(map(tensor_bytes, tensors)) for tensors in (sent, received)]

@@ -32,8 +32,7 @@ measured: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Hardware, frozenset
 def hardware_of(options: Options, region: Region) -> Hardware:
     """Return the hardware to plan for; the first time, a log line says which one "auto" is."""
     hardware, source = hardware_and_source(options, region)
-    here = device_name(region.device_kind)
-    if hardware.device not in ("", here):
+    if hardware.device and hardware.device != (here := device_name(region.device_kind)):
         log_once(
             log,
             logging.WARNING,

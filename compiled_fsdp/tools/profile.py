@@ -26,7 +26,7 @@ from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.ranks.liveness import Liveness, sign_in
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.tools.profile_costs import measured_costs
+from compiled_fsdp.tools.profile_costs import measured_costs, planned_for
 from compiled_fsdp.tools.profile_kernels import KernelCall, kernel_calls
 from compiled_fsdp.tools.profile_ranks import Meeting, Together
 from compiled_fsdp.tools.profile_recorder import ProfileError, Recorder
@@ -173,7 +173,10 @@ class StepProfile:
 
         def costs(together: Together) -> str:
             steps, seconds = counted_in(together), alone_on_wires(self._steps, together)
-            return measured_costs(steps, calls, seconds, self._device).to_json() if steps else ""
+            hardware = planned_for(steps)
+            if len(hardware) != 1:
+                return ""
+            return measured_costs(hardware[0], steps, calls, seconds, self._device).to_json()
 
         left_out = [step.number for step in self._steps if step.compiled]
         together = self._meeting.exchange(summary_of(self._steps), left_out, costs)
@@ -182,7 +185,7 @@ class StepProfile:
             raise ProfileError(
                 "profile: a graph was compiled in each step inside; take a step before it, or more steps inside."
             )
-        self._costs = Hardware.from_json(together.costs)
+        self._costs = Hardware.from_json(together.costs) if together.costs else None
         self._result = measurement(counted, len(self._steps), alone_on_wires(self._steps, together), together,
                                    self._ranks, self._ranks[self._liveness.rank], seconds)  # fmt: skip
 
@@ -237,7 +240,14 @@ class StepProfile:
 
         Raises:
             RuntimeError: the profile was not left, or it failed.
+            ProfileError: the graphs were planned for different hardware.
         """
+        if self._costs is None and self._result is not None:
+            names = ", ".join(hardware.name for hardware in planned_for(self._steps))
+            raise ProfileError(
+                f"profile: the model's graphs were planned for different hardware ({names}), so there are no costs to "
+                "plan with. Compile all of them with the same option 'hardware', after measure_hardware()."
+            )
         if self._costs is None:
             raise RuntimeError("profile: read costs after leaving `with compiled_fsdp.profile(model) as p`.")
         return self._costs

@@ -11,10 +11,12 @@ shares of ``Hardware.contention`` are taken off first.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from statistics import median
 
 from compiled_fsdp.buckets.spec import COALESCED, Kind
@@ -24,7 +26,6 @@ from compiled_fsdp.passes.cost import Curve, Hardware
 from compiled_fsdp.passes.cost.compute import LibraryKernel
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.tools.profile_kernels import KernelCall
-from compiled_fsdp.tools.profile_recorder import ProfileError
 from compiled_fsdp.tools.profile_steps import BucketRun, Step, buckets_of, measured_step
 from compiled_fsdp.tools.profile_times import Interval, TimedCollective, union
 
@@ -34,23 +35,20 @@ _APART = 2.0
 
 
 def measured_costs(
+    hardware: Hardware,
     steps: Sequence[Step],
     calls: Sequence[KernelCall],
     seconds: Mapping[TimedCollective, float],
     device: str,
 ) -> Hardware:
-    """Return the hardware of the plans of these steps, with measured costs.
+    """Return ``hardware``, which the graphs of these steps were planned for, with measured costs.
 
     Args:
         steps: the steps that count.
         calls: all library kernels of the profile.
         seconds: of each collective on the wires.
         device: torch's name of the device.
-
-    Raises:
-        ProfileError: graphs of these steps were planned for different hardware.
     """
-    hardware = _planned_for([report for step in steps for report in _reports(step)])
     inside = [_calls_of(step, calls) for step in steps]
     times = _alone(steps, inside, hardware)
     planned = {kernel.key: kernel for step in steps for report in _reports(step) for kernel in report.kernels}
@@ -65,12 +63,10 @@ def measured_costs(
     return _with_curves(replace(found, name=name, kernels={**hardware.kernels, **known}, device=device), steps, seconds)
 
 
-def _planned_for(reports: Sequence[GraphReport]) -> Hardware:
-    known = {report.planned_for.to_json(): report.planned_for for report in reports if report.planned_for is not None}
-    if len(known) != 1:
-        names = ", ".join(hardware.name for hardware in known.values())
-        raise ProfileError(f"profile: costs need graphs that were planned for one hardware, but they have: {names}.")
-    return next(iter(known.values()))
+def planned_for(steps: Sequence[Step]) -> list[Hardware]:
+    """Return the hardware that the graphs of these steps were planned for: usually one."""
+    found = [report.planned_for for step in steps for report in _reports(step) if report.planned_for is not None]
+    return list({hardware.to_json(): hardware for hardware in found}.values())
 
 
 def _reports(step: Step) -> list[GraphReport]:
@@ -80,14 +76,14 @@ def _reports(step: Step) -> list[GraphReport]:
 # ---- library kernels -------------------------------------------------------------------------------------------------
 def _calls_of(step: Step, calls: Sequence[KernelCall]) -> list[KernelCall]:
     """Return the calls that the host made inside of the step's graphs."""
+    return list(compress(calls, _inside(step, [call.called for call in calls])))
+
+
+def _inside(step: Step, times: Sequence[int]) -> list[bool]:
+    """Whether the host was inside of one of the step's graphs, at each of some times."""
     runs = sorted((at.start, at.end) for at in step.runs)
-    starts = [start for start, _ in runs]
-    found = []
-    for call in calls:
-        place = bisect_right(starts, call.called) - 1
-        if place >= 0 and call.called < runs[place][1]:
-            found.append(call)
-    return found
+    places = [bisect_right(runs, (time, math.inf)) - 1 for time in times]
+    return [place >= 0 and time < runs[place][1] for time, place in zip(times, places, strict=True)]
 
 
 def _alone(steps: Sequence[Step], inside: Sequence[Sequence[KernelCall]], hardware: Hardware) -> dict[str, float]:
@@ -141,16 +137,30 @@ def _with_rates(hardware: Hardware, times: Mapping[str, float], planned: Mapping
 
 # ---- other kernels ---------------------------------------------------------------------------------------------------
 def _other_kernels(step: Step, calls: Sequence[KernelCall], hardware: Hardware) -> float:
-    """How many times as long as planned everything takes that is no library kernel; 0 if that cannot be told."""
-    measured = measured_step(step)
+    """How many times as long as planned everything in graphs takes that is no library kernel; 0 if a graph has no plan.
+
+    That is also 0 if the library kernels took all the time.
+    """
+    reports = _reports(step)
+    if any(report.simulation is None for report in reports):
+        return 0.0
+    measured, computing = measured_step(step), _computing(step)
+    beside = max(0.0, measured.comm_s - measured.exposed_s) / computing if computing > 0 else 1.0
     library = sum(1e-9 * call.seconds_ns for call in calls)
-    beside = max(0.0, measured.comm_s - measured.exposed_s) / measured.compute_s if measured.compute_s > 0 else 0.0
-    took = (measured.compute_s - library) * _without(hardware.contention.memory, min(1.0, beside))
+    took = (computing - library) * _without(hardware.contention.memory, min(1.0, beside))
     planned = measured.planned_compute_s
-    for report in _reports(step):
+    for report in reports:
         planned -= report.simulation.contention if report.simulation is not None else 0.0
         planned -= sum(kernel.count * kernel.seconds for kernel in report.kernels)
     return took / planned if took > 0 and planned > 0 else 0.0
+
+
+def _computing(step: Step) -> float:
+    """Seconds of compute in graphs. On a GPU, kernels of other code (an optimizer) run between the graphs' kernels."""
+    if not step.kernels:
+        return measured_step(step).compute_s
+    inside = _inside(step, step.launched)
+    return 1e-9 * sum(end - start for (start, end), counts in zip(step.kernels, inside, strict=True) if counts)
 
 
 def _with_slower_kernels(hardware: Hardware, ratio: float) -> Hardware:
@@ -205,8 +215,13 @@ def fitted(curve: Curve, points: Sequence[_Point]) -> Curve:
     Both are found by least squares of relative errors. If all collectives have about the same size, or a straight line
     would need a negative latency or rate, both change by the same factor.
     """
-    latencies = [(curve.latency + curve.each * point.further_tensors) / point.seconds for point in points]
-    sending = [point.bytes / curve.bytes_per_second / point.seconds for point in points]
+    usual = curve.latency, curve.bytes_per_second
+    latencies, sending = [], []
+    for point in points:
+        protocols = ((latency, point.bytes / rate) for latency, rate in (usual, curve.quick or usual))
+        latency, sent = min(protocols, key=sum)
+        latencies.append((latency + curve.each * point.further_tensors) / point.seconds)
+        sending.append(sent / point.seconds)
     model = [latency + sent for latency, sent in zip(latencies, sending, strict=True)]
     both = sum(model) / sum(value * value for value in model)
     factors = both, both
@@ -216,7 +231,8 @@ def fitted(curve: Curve, points: Sequence[_Point]) -> Curve:
         slower, longer = sum(latencies), sum(sending)
         solved = (slower * ss - longer * ls) / determinant, (longer * ll - slower * ls) / determinant
         factors = solved if min(solved) > 0 else factors
-    return Curve(curve.latency * factors[0], curve.bytes_per_second / factors[1], curve.each * factors[0])
+    quick = None if curve.quick is None else (curve.quick[0] * factors[0], curve.quick[1] / factors[1])
+    return Curve(curve.latency * factors[0], curve.bytes_per_second / factors[1], curve.each * factors[0], quick)
 
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:

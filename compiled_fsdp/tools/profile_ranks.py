@@ -190,8 +190,8 @@ class Meeting:
             dropped = sorted({step for one in found for step in one.left_out})
             together = merged([one.summary for one in found], dropped)
             together = replace(together, costs=costs(together))
-        except ProfileError as error:
-            self._store.set(self._key("result"), json.dumps({"error": str(error)}))
+        except Exception as error:  # the other ranks wait for this rank's post
+            self._store.set(self._key("result"), json.dumps({"error": str(error) or repr(error)}))
             raise
         self._store.set(self._key("result"), json.dumps(asdict(_Result(**vars(together)))))
         return together

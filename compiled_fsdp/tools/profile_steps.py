@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -81,12 +81,13 @@ class MeasuredStep:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The recorded spans, collectives and kernels of one step."""
+    """The recorded spans, collectives and kernels of one step, and when the host launched each kernel."""
 
     number: int
     spans: tuple[TimedSpan, ...]
     collectives: tuple[TimedCollective, ...]
     kernels: tuple[Interval, ...]
+    launched: tuple[int, ...] = ()
 
     @property
     def runs(self) -> list[TimedSpan]:
@@ -138,9 +139,10 @@ def steps_in(times: Times, said: bool) -> list[Step]:
     found = []
     for step, spans in of.items():
         until = min((start for start in starts.values() if start > starts[step]), default=None)
-        kernels = [k for k in times.kernels if k[0] >= starts[step] and (until is None or k[0] < until)]
+        here = [starts[step] <= start and (until is None or start < until) for start, _ in times.kernels]
         mine = [c for c in times.collectives if owner[c.of] == step]
-        found.append(Step(step, tuple(spans), tuple(mine), tuple(kernels)))
+        kernels = tuple(itertools.compress(times.kernels, here)), tuple(itertools.compress(times.launched, here))
+        found.append(Step(step, tuple(spans), tuple(mine), *kernels))
     return found
 
 
@@ -286,7 +288,8 @@ def measured_step(step: Step) -> MeasuredStep:
     reports = [at.span.run.report for at in step.runs if at.span.run is not None]
     lanes = [in_line([c.wires for c in its]) for its in _by_group(step.collectives).values()]
     planned = [_Planned.of(report) for report in reports]
-    inside = sum(at.end - at.start for at in step.runs) - sum(c_wait for c_wait in _waits_inside(step))
+    waits = [at for at in step.spans if at.span.what in ("wait", "blocking") and at.span.run is not None]
+    inside = sum(at.end - at.start for at in step.runs) - sum(at.end - at.start for at in waits)
     computing = sum(end - start for start, end in step.kernels) if step.kernels else inside
     exposed = sum(c.exposed for c in step.collectives)
     by_bucket: Counter[tuple[str, str]] = Counter()
@@ -328,11 +331,6 @@ class _Planned(NamedTuple):
             return _Planned(0.0, 0.0)
         simulation = report.simulation
         return _Planned(simulation.seconds - simulation.exposed, sum(_exposed(report, c) for c in report.collectives))
-
-
-def _waits_inside(step: Step) -> Iterable[int]:
-    """Yield the nanoseconds of each wait inside a graph."""
-    return (at.end - at.start for at in step.spans if at.span.what in ("wait", "blocking") and at.span.run is not None)
 
 
 def _by_group(collectives: Sequence[TimedCollective]) -> dict[str, list[TimedCollective]]:
@@ -397,4 +395,4 @@ def _compute(step: Step) -> Iterable[tuple[Run | None, int, int]]:
     for at in step.runs:
         inside = [s for s in step.spans if s.span.run is at.span.run and s.span.what in ("wait", "blocking")]
         edges = [at.start, *(edge for s in inside for edge in (s.start, s.end)), at.end]
-        yield from ((at.span.run, start, end) for start, end in list(pairwise(edges))[::2] if end > start)
+        yield from ((at.span.run, start, end) for start, end in list(itertools.pairwise(edges))[::2] if end > start)

@@ -65,11 +65,13 @@ class Times:
         spans: in the order in which they began.
         collectives: in the order of their launches.
         kernels: when the kernels of compute ran; empty on the CPU.
+        launched: when the host launched each of these kernels.
     """
 
     spans: tuple[TimedSpan, ...]
     collectives: tuple[TimedCollective, ...]
     kernels: tuple[Interval, ...]
+    launched: tuple[int, ...] = ()
 
 
 def times_of(spans: Sequence[Span], events: Sequence[ProfiledEvent]) -> Times:
@@ -107,7 +109,9 @@ def times_of(spans: Sequence[Span], events: Sequence[ProfiledEvent]) -> Times:
     else:
         exposed = [_blocked(collective) for collective in collectives]
     done = tuple(replace(c, exposed=e) for c, e in zip(collectives, exposed, strict=True))
-    return Times(timed, done, tuple(on_device.compute) if on_device.wires else ())
+    if not on_device.wires:
+        return Times(timed, done, ())
+    return Times(timed, done, tuple(on_device.compute), tuple(on_device.launched))
 
 
 def _timed(spans: Sequence[Span], events: Sequence[ProfiledEvent]) -> tuple[TimedSpan, ...]:
@@ -165,6 +169,7 @@ class _Device:
     Attributes:
         wires: when each collective's kernels ran; empty without kernels.
         compute: when the kernels of the compute stream ran, by start. The compute stream is the busiest one.
+        launched: when the host launched each of them.
     """
 
     def __init__(self, events: Sequence[ProfiledEvent], launches: Sequence[TimedSpan]) -> None:
@@ -187,6 +192,7 @@ class _Device:
         stream = busiest[0][0].device_stream if busiest else None
         self._compute = sorted((k.start_ns, k.end_ns, launched) for k, launched in busiest)
         self.compute: list[Interval] = [(start, end) for start, end, _ in self._compute]
+        self.launched = [launched for _, _, launched in self._compute]
         self.wires: dict[Launched, Interval] = {}
         for number, its in of_launch.items():
             apart = [kernel for kernel in its if kernel.device_stream != stream]

@@ -20,11 +20,20 @@ class Curve:
         latency: seconds that every collective takes.
         bytes_per_second: the rate at which bytes of the full tensors are gathered or reduced.
         each: seconds for every further tensor of a coalesced collective.
+        quick: latency and rate of another protocol, which counts where it is quicker: for small messages.
     """
 
     latency: float
     bytes_per_second: float
     each: float = 0.0
+    quick: tuple[float, float] | None = None
+
+    def seconds(self, size: float, tensors: int = 1) -> float:
+        """Seconds of a collective of ``size`` bytes of full tensors."""
+        usual = self.latency + size / self.bytes_per_second
+        if self.quick is not None:
+            usual = min(usual, self.quick[0] + size / self.quick[1])
+        return usual + (tensors - 1) * self.each
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,24 @@ class Wires:
 
     hop: float
     bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class LowLatency:
+    """A protocol for small messages, which sends a flag with each word, so that it waits for no fence (NCCL's LL).
+
+    Attributes:
+        latency: seconds of a collective, in addition to its hops.
+        inside, between: seconds of a hop inside a node and between nodes.
+        share: the share of the wires' rate that it reaches.
+        most: the most bytes per second: on one node, on two, on more.
+    """
+
+    latency: float
+    inside: float
+    between: float
+    share: float
+    most: tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -98,6 +125,7 @@ class Hardware:
         between: wires between nodes.
         latency: seconds of a collective, in addition to its hops.
         each: seconds for every further tensor of a coalesced collective.
+        low_latency: a second protocol of collectives, for small messages; None if there is none.
         host_copy: bytes per second between the device and pinned host memory.
         contention: how much compute and collectives slow each other down.
         reduce_moves: the bytes that a reduce-scatter moves over the wires, as a multiple of an all-gather's bytes: 2
@@ -126,6 +154,7 @@ class Hardware:
     host_collective: float = 0.0
     host_computes: bool = False
     contention: Contention = Contention()
+    low_latency: LowLatency | None = None
     multiprocessors: int = 0
     attention: tuple[float, float] = (0.5, 0.5)
     reduce_moves: float = 1.0
@@ -179,7 +208,15 @@ class Hardware:
         rings = 2 if kind == "all_reduce" else 1
         latency = rings * (self.latency + inside * self.inside.hop + between * self.between.hop)
         moves = self.reduce_moves if kind == "reduce" else rings
-        return Curve(latency, slow * world / (world - 1) / moves, self.each)
+        share = world / (world - 1) / moves
+        quick = None
+        if (low := self.low_latency) is not None:
+            hop = low.inside * (1.8 if nodes > 1 else 1.0)  # as NCCL has it
+            quick = (
+                rings * (low.latency + inside * hop + between * low.between),
+                min(low.share * slow, low.most[min(nodes, 3) - 1]) * share,
+            )
+        return Curve(latency, slow * share, self.each, quick)
 
     def link(self, world: int, nodes: int | None = None) -> str:
         """The wires that limit a group's collectives: "inside" nodes or "between" them; arguments as for ``curve``."""
@@ -242,6 +279,9 @@ class Hardware:
         seconds = [found.latency, found.each, found.kernel, found.host_kernel, found.host_collective]
         seconds += [*asdict(found.contention).values(), *found.kernels.values()]
         seconds += [value for curve in curves for value in (curve.latency, curve.each)]
+        if (low := found.low_latency) is not None:
+            rates += [low.share, *low.most]
+            seconds += [low.latency, low.inside, low.between]
         if not (all(rate > 0 for rate in rates) and all(value >= 0 for value in seconds)):  # NaN fails, too
             raise Unfit("the hardware has a rate that is not above zero, or a time below it")
         return found

@@ -4,18 +4,23 @@ Rates are those that programs reach, not those that data sheets promise. If no m
 data sheet's, times the share of its data sheet that a cited device reaches; the comment says so.
 
 Latencies of all NVIDIA profiles: NCCL, src/graph/tuning.cc (2.19), protocol LL128, ring: 14 us for a collective, 1.9 us
-for a hop over NVLink, 4.0 us for a hop over the network. Every further tensor of a grouped call: 2 us, assumed (NCCL
-aggregates a group into one launch).
+for a hop over NVLink, 4.0 us for a hop over the network. Small messages take protocol LL if it is quicker: 6.6 us, 0.6
+us (PCI Express: 1.0 us) and 2.7 us, at half the rate and at most the rates of ``llMaxBws`` (2.23, by generation). Every
+further tensor of a grouped call: 2 us, assumed (NCCL aggregates a group into one launch).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from compiled_fsdp.passes.cost.hardware import Contention, Hardware, Wires
+from compiled_fsdp.passes.cost.hardware import Contention, Hardware, LowLatency, Wires
 
 _LL128_LATENCY, _GROUPED = 14.0e-6, 2.0e-6
 _NVLINK_HOP, _NETWORK_HOP = 1.9e-6, 4.0e-6
+_LL_AMPERE = LowLatency(6.6e-6, 0.6e-6, 2.7e-6, 0.5, (87.7e9, 22.5e9, 19.0e9))
+_LL_HOPPER = replace(_LL_AMPERE, most=(141e9, 45e9, 35e9))
+_LL_BLACKWELL = replace(_LL_AMPERE, most=(282e9, 90e9, 70e9))
+_LL_PCIE_HOP = 1.0e-6
 
 
 def _matmul(bfloat16: float, float32: float, tf32: float | None = None) -> dict[str, float]:
@@ -57,6 +62,7 @@ H100 = Hardware(
     # tokens with heads of 128, 310 in backward, over 774 for large products
     attention=(0.42, 0.40),
     latency=_LL128_LATENCY,
+    low_latency=_LL_HOPPER,
     each=_GROUPED,
     host_copy=_PCIE_COPY * _PCIE_5,
 )
@@ -68,6 +74,7 @@ H100_PCIE = replace(
     flops=_matmul(0.7 * 756e12, 0.7 * 51e12),  # data sheet: 756 TFLOP/s dense in bf16, 51 in fp32; the H100's share
     copy=0.9 * 2.0e12,  # data sheet: 2 TB/s
     inside=Wires(_PCIE_HOP, _PCIE_RING * _PCIE_5),  # without NVLink bridges, which join two cards only
+    low_latency=replace(_LL_HOPPER, inside=_LL_PCIE_HOP),
 )
 
 H100_NVL = replace(
@@ -77,6 +84,7 @@ H100_NVL = replace(
     copy=0.9 * 3.9e12,  # data sheet: 3.9 TB/s
     memory=94 * 10**9,  # data sheet
     inside=H100_PCIE.inside,  # bridges join two cards, so that a ring of more cards goes over PCI Express
+    low_latency=H100_PCIE.low_latency,
 )
 
 H200 = replace(
@@ -118,6 +126,7 @@ A100 = Hardware(
     # FlashAttention-2 (arXiv:2307.08691), figures 5 and 6: about 175 TFLOP/s in a causal forward, 160 in backward
     attention=(0.65, 0.60),
     latency=_LL128_LATENCY,
+    low_latency=_LL_AMPERE,
     each=_GROUPED,
     host_copy=_PCIE_COPY * _PCIE_4,
 )
@@ -127,6 +136,7 @@ A100_PCIE = replace(
     name="a100-pcie",
     copy=0.9 * 1.935e12,  # data sheet (80 GB): 1,935 GB/s
     inside=Wires(_PCIE_HOP, _PCIE_RING * _PCIE_4),
+    low_latency=replace(_LL_AMPERE, inside=_LL_PCIE_HOP),
 )
 
 L40S = replace(
@@ -160,6 +170,7 @@ B200 = replace(
     copy=0.9 * 8.0e12,  # data sheet: 8 TB/s
     memory=180 * 10**9,  # data sheet (HGX)
     inside=Wires(_NVLINK_HOP, 2 * 360e9),  # data sheet: NVLink 5 has 1.8 TB/s, twice NVLink 4's bandwidth
+    low_latency=_LL_BLACKWELL,
 )
 
 B300 = replace(

@@ -118,7 +118,7 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         hidden = waits - sum(tasks.model_seconds[i] for i in at_once)
         more = busy - hidden
         seconds = max(seconds, compute + waits + beside_compute.of(more))
-        cheapest = min(channel.latency for channel in tasks.channels.values() if channel.stream == stream)
+        cheapest = min(channel.least_latency for channel in tasks.channels.values() if channel.stream == stream)
         alone += cheapest * (bool(ahead) + bool(after))
         whole += latency.get(stream, 0.0)
         # copies may run beside the collectives that are alone
@@ -237,7 +237,7 @@ def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) ->
             by_channel[task.channel] += task.size.sent
         for key, total in by_channel.items():
             channel = tasks.channels[key]
-            latency[channel.stream] += math.ceil(total / room) * channel.latency
+            latency[channel.stream] += math.ceil(total / room) * channel.least_latency
     return latency
 
 

@@ -83,7 +83,7 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
             count, total = end - placed, size[end] - size[placed]
             needed = copied[end] - copied[placed], copies[end] - copies[placed]
             more, packing, unpacking = _cheaper_form(tasks, channel, count, total, *needed)
-            on_channel = channel.latency + total / channel.bytes_per_second + more
+            on_channel = channel.seconds(total) + more
             ahead = before[uses[end]] - before[use]
             for state in states:
                 reached = time_at(state, at, use, before)

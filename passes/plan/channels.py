@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from compiled_fsdp.passes.cost.hardware import Curve
 
 
 @dataclass(frozen=True)
 class CommChannel:
     """The cost of collectives of one kind, process group and dtype.
 
-    A collective takes ``latency + (tensors - 1) * each + bytes / bytes_per_second`` seconds.
+    A collective takes ``latency + (tensors - 1) * each + bytes / bytes_per_second`` seconds, or less by ``quick``.
     """
 
     # Seconds that every collective takes.
@@ -27,6 +29,25 @@ class CommChannel:
     received_share: float = 0.0
     # How they are sent: a key of ``transport.TRANSPORTS``; "" for the usual one of their kind.
     transport: str = ""
+    # Latency and rate of a protocol for small messages, as in ``Curve.quick``.
+    quick: tuple[float, float] | None = None
+
+    def seconds(self, size: float, tensors: int = 1) -> float:
+        """Seconds of a collective of ``size`` bytes of full tensors."""
+        return Curve(self.latency, self.bytes_per_second, self.each, self.quick).seconds(size, tensors)
+
+    def scaled(self, *, rate: float = 1.0, latency: float = 1.0) -> CommChannel:
+        """Return the channel with all rates and all latencies multiplied."""
+        quick = None if self.quick is None else (self.quick[0] * latency, self.quick[1] * rate)
+        return replace(
+            self, latency=self.latency * latency, each=self.each * latency,
+            bytes_per_second=self.bytes_per_second * rate, quick=quick,
+        )  # fmt: skip
+
+    @property
+    def least_latency(self) -> float:
+        """No collective takes less, in addition to ``bytes / bytes_per_second``."""
+        return self.latency if self.quick is None else min(self.latency, self.quick[0])
 
     @property
     def reduced_locally(self) -> bool:

@@ -66,10 +66,7 @@ def with_fewer_launches(tasks: Tasks, schedule: Schedule, limit: float, peak: fl
 def _other_rates(tasks: Tasks) -> Iterator[Tasks]:
     """Yield the tasks with a slower link, a much slower link, faster compute, and a faster host."""
     for share in (1 - RATE_ERROR, 1 / SLOW_LINK):
-        slower = {
-            name: replace(channel, bytes_per_second=channel.bytes_per_second * share)
-            for name, channel in tasks.channels.items()
-        }
+        slower = {name: channel.scaled(rate=share) for name, channel in tasks.channels.items()}
         yield replace(tasks, channels=slower)
     quicker = tuple(replace(segment, seconds=segment.seconds * (1 - RATE_ERROR)) for segment in tasks.segments)
     yield replace(tasks, segments=quicker)

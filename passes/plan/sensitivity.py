@@ -49,12 +49,9 @@ def shifted_rates(tasks: Tasks) -> Iterator[tuple[str, bool, Tasks]]:
         segments = tuple(replace(segment, seconds=segment.seconds / share) for segment in tasks.segments)
         yield "compute", lower, replace(tasks, segments=segments)
         channels = tasks.channels.items()
-        slow = {name: replace(channel, bytes_per_second=channel.bytes_per_second * share) for name, channel in channels}
+        slow = {name: channel.scaled(rate=share) for name, channel in channels}
         yield "link", lower, replace(tasks, channels=slow)
-        late = {
-            name: replace(channel, latency=channel.latency / share, each=channel.each / share)
-            for name, channel in channels
-        }
+        late = {name: channel.scaled(latency=1 / share) for name, channel in channels}
         if late != tasks.channels:
             yield "latency", lower, replace(tasks, channels=late)
         if tasks.has_contention:

@@ -292,9 +292,7 @@ class Tasks(PlainData):
         """Seconds that the collective of a bucket takes on its channel."""
         channel = self.channels[members[0].channel]
         more = len(members) - 1 if form == COALESCED else 0
-        return (
-            channel.latency + more * channel.each + sum(task.size.sent for task in members) / channel.bytes_per_second
-        )
+        return channel.seconds(sum(task.size.sent for task in members), 1 + more)
 
     @cached_property
     def spare_bytes(self) -> int:
@@ -310,11 +308,7 @@ class Tasks(PlainData):
     @cached_property
     def model_seconds(self) -> tuple[float, ...]:
         """Seconds that each of the model's own collectives takes on its link."""
-        return tuple(
-            channel.latency + (of.tensors - 1) * channel.each + of.bytes / channel.bytes_per_second
-            for of in self.model_collectives
-            for channel in [self.channels[of.channel]]
-        )
+        return tuple(self.channels[of.channel].seconds(of.bytes, of.tensors) for of in self.model_collectives)
 
     def packing(self, members: Sequence[CollectiveTask], form: str, kind: Kind) -> float:
         """Seconds of the compute stream for a bucket's launch and the copies before it.

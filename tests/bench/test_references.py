@@ -1,5 +1,6 @@
 """Published steps beside planned ones: the rows, how a step is put together, and the page."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "references.md"
 def step(**changes):
     """A forward of 1 s and a backward of 3 s, of which 0.5 and 2 s are compute."""
     graphs = (SimpleNamespace(step_s=1.0, compute_s=0.5), SimpleNamespace(step_s=3.0, compute_s=2.0))
-    return SimpleNamespace(**{"graphs": graphs, "optimizer_s": 0.25, "exposed_s": 1.0, "peak_bytes": 10**9, **changes})
+    known = {"graphs": graphs, "optimizer_s": 0.25, "exposed_s": 1.0, "peak_bytes": 10**9, "parameters": 10**9}
+    return SimpleNamespace(**{**known, **changes})
 
 
 def test_numbers_are_unique_and_uses_are_known():
@@ -40,7 +42,15 @@ def test_each_microbatch_has_a_forward_and_a_backward():
 def test_one_rank_has_no_collectives():
     """It is planned with two ranks, so that the optimizer's part of each is a half."""
     planned = of_estimate(BY_NUMBER["1"], step())
-    assert (planned.seconds, planned.exposed) == (2 * 2.5 + 2 * 0.25, 0)
+    assert (planned.seconds, planned.exposed) == (4 * 2.5 + 2 * 0.25, 0)
+
+
+def test_full_gradients_wait_for_the_last_microbatch():
+    """In the dtype of reductions; there are no sharded gradients then."""
+    for number, of_weights in (("2", 4 - 2 / 2), ("3", 4 - 2 / 4)):
+        row = BY_NUMBER[number]
+        more = of_estimate(row, step()).peak - of_estimate(replace(row, pending_bytes=0), step()).peak
+        assert more == round(step().parameters * of_weights)
 
 
 def test_casts_to_float8_take_time():

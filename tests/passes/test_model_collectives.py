@@ -115,7 +115,7 @@ def test_each_kind_costs_what_the_hardware_says(launch, kinds, size):
     hardware = PROFILES["h100"]
     tasks = tasks_of(lambda x: wait(launch(x)), hardware=hardware, place_of_group=lambda name: GroupPlace(name, 2, 1))
     curves = [hardware.curve(kind, 2, 1) for kind in kinds]
-    expected = sum(curve.latency + size * 64 * 64 * 4 / curve.bytes_per_second for curve in curves)
+    expected = sum(curve.seconds(size * 64 * 64 * 4) for curve in curves)
     assert tasks.model_seconds == pytest.approx((expected,))
 
 

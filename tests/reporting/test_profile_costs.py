@@ -21,10 +21,13 @@ from compiled_fsdp.compat.profiling import ProfiledEvent, profiled_events
 from compiled_fsdp.compiler.hardware import log
 from compiled_fsdp.passes.cost import PROFILES, Contention, Curve, Hardware
 from compiled_fsdp.passes.cost.compute import LibraryKernel, library_kernels, node_costs
-from compiled_fsdp.tools.profile_costs import _Point, _with_rates, _without, fitted
+from compiled_fsdp.tools.profile_costs import _computing, _Point, _with_rates, _without, fitted
 from compiled_fsdp.tools.profile_kernels import kernel_calls
-from compiled_fsdp.tools.profile_times import union
+from compiled_fsdp.tools.profile_recorder import ProfileError, Run, Span
+from compiled_fsdp.tools.profile_steps import Step
+from compiled_fsdp.tools.profile_times import TimedSpan, union
 from tests.harness import compiled, distributed, variants
+from tests.harness.fake import fake_group
 
 CPU = PROFILES["cpu"]
 
@@ -204,3 +207,29 @@ def test_a_file_that_is_not_there_or_holds_something_else(tmp_path):
     bad = replace(CPU, kernels={"mm": -1.0}).to_json()
     with pytest.raises(ValueError, match="a time below it"):
         Hardware.from_json(bad)
+
+
+def test_graphs_that_were_planned_for_different_hardware():
+    """A profile has no costs then, but all other figures."""
+    with fake_group(1):
+        model = nn.Sequential(Layers(), Layers())
+        for part, hardware in zip(model, (CPU, replace(CPU, name="other", copy=1e9)), strict=True):
+            fully_shard(part)
+            part.compile(backend="compiled_fsdp", options={"codegen": "aot_eager", "hardware": hardware})
+        fully_shard(model)
+        x = torch.randn(2, 16)
+        model(x).sum().backward()
+        with profile(model) as p:
+            with pytest.raises(RuntimeError, match="read costs after leaving"):
+                _ = p.costs
+            model(x).sum().backward()
+        with pytest.raises(ProfileError, match=r"planned for different hardware \(cpu, other\)"):
+            _ = p.costs
+        assert p.result.steps
+
+
+def test_kernels_of_an_optimizer_do_not_count_as_the_graphs():
+    """On a GPU the compute stream runs other code, too."""
+    run = Run(mock.Mock(), "forward", compiled_inside=False, to_come=[])
+    step = Step(0, (TimedSpan(Span("run", "forward", False, 0, run), 10, 20),), (), ((12, 30), (30, 90)), (11, 25))
+    assert _computing(step) == pytest.approx(18e-9)

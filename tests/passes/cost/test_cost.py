@@ -295,3 +295,15 @@ def test_nodes_of_four_have_half_the_bandwidth_of_nodes_of_eight():
 def test_profiles_are_found_by_the_devices_name(device, name):
     assert profile_of(device) is PROFILES[name]
     assert profile_of("some new device") is None
+
+
+def test_small_messages_take_the_quicker_protocol():
+    """All-gathers on 8 H100s, NCCL beside symmetric memory: pytorch/pytorch#182850 has 20.2 us for 2 MiB."""
+    curve = PROFILES["h100"].curve("gather", 8)
+    assert curve.seconds(2 * 2**20) == pytest.approx(20.2e-6, rel=0.2)
+    assert curve.seconds(0) == pytest.approx(6.6e-6 + 7 * 0.6e-6)
+    large = 512 * 2**20
+    assert curve.seconds(large, tensors=3) == curve.latency + large / curve.bytes_per_second + 2 * curve.each
+    # 8 nodes: 56 hops inside, which take longer there, and 7 between
+    many = PROFILES["h100"].curve("gather", 64)
+    assert many.quick == (pytest.approx(6.6e-6 + 56 * 1.8 * 0.6e-6 + 7 * 2.7e-6), pytest.approx(35e9 * 64 / 63))

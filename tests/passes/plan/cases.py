@@ -136,6 +136,7 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
             world=world,
             stream=stream,
             received_share=0.0 if name == "gather" else reduce_received,
+            quick=draw(st.sampled_from([None, (0.0, 0.5), (0.25, 0.75)])),
         )
         for name, stream in zip(("gather", "reduce", "other"), streams, strict=True)
     }

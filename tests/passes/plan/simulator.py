@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from compiled_fsdp.buckets.layout import MAX_GAP
 from compiled_fsdp.buckets.spec import COALESCED, FLAT, SINGLE
-from compiled_fsdp.passes.plan.channels import ModelCollective
+from compiled_fsdp.passes.plan.channels import CommChannel, ModelCollective
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 
@@ -130,17 +130,21 @@ def _steps(tasks: Tasks, schedule: Schedule) -> list[tuple]:
 
 def seconds_of_model(tasks: Tasks, collective: ModelCollective) -> float:
     channel = tasks.channels[collective.channel]
-    more = (collective.tensors - 1) * channel.each
-    return channel.latency + more + collective.bytes / channel.bytes_per_second
+    return on_channel(channel, collective.bytes) + (collective.tensors - 1) * channel.each
+
+
+def on_channel(channel: CommChannel, size: float) -> float:
+    """The quicker one of two protocols."""
+    protocols = [(channel.latency, channel.bytes_per_second), *([channel.quick] if channel.quick else [])]
+    return min(latency + size / rate for latency, rate in protocols)
 
 
 def seconds_on_channel(tasks: Tasks, launch: Launch) -> float:
     """Latency, the tensors after the first of a coalesced bucket, and bytes."""
     members = tasks.members_of(launch)
     channel = tasks.channels[members[0].channel]
-    seconds = channel.latency
-    for place, task in enumerate(members):
-        seconds += task.size.sent / channel.bytes_per_second
+    seconds = on_channel(channel, sum(task.size.sent for task in members))
+    for place in range(len(members)):
         if place and launch.form == COALESCED:
             seconds += channel.each
     return seconds

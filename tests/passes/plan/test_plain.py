@@ -26,7 +26,7 @@ def test_as_quick_and_within_memory(tasks):
     assert len(fewer) <= len(schedule)
     simulate(tasks, fewer)  # it can run
     for share in (1, 1 - RATE_ERROR, 1 / SLOW_LINK):
-        rates = {n: replace(c, bytes_per_second=c.bytes_per_second * share) for n, c in tasks.channels.items()}
+        rates = {n: c.scaled(rate=share) for n, c in tasks.channels.items()}
         world = replace(tasks, channels=rates)
         assert makespan(world, fewer) <= SAME_SECONDS * makespan(world, schedule) + 1e-9
     assert max(memory_curve(tasks, fewer)) <= max(limit, max(memory_curve(tasks, schedule)))

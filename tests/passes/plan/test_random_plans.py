@@ -100,11 +100,12 @@ def test_on_the_wires_of_8_to_1000_ranks(tasks, name, world, scale):
         assert curve.latency >= 0
         assert curve.bytes_per_second > 0
         fewer = hardware.curve(kind, max(2, world // 2), None)
-        assert curve.latency + 1e6 / curve.bytes_per_second >= 0.999 * (fewer.latency + 1e6 / fewer.bytes_per_second)
+        assert all(curve.seconds(size) >= 0.999 * fewer.seconds(size) for size in (1e3, 1e6))
         stream, share = tasks.channels[channel].stream, tasks.channels[channel].received_share
         channels[channel] = CommChannel(
-            curve.latency, curve.each, curve.bytes_per_second, world, stream, 1 / world if 0 < share < 1 else share
-        )
+            curve.latency, curve.each, curve.bytes_per_second, world, stream, 1 / world if 0 < share < 1 else share,
+            quick=curve.quick,
+        )  # fmt: skip
     resized = [
         tuple(
             replace(
