@@ -123,9 +123,6 @@ def of_estimate(row: Row, step: Estimate) -> Planned:
     compute = sum(graph.compute_s for graph in step.graphs)
     seconds = compute if alone else sum(graph.step_s for graph in step.graphs)
     optimizer = step.optimizer_s * (2 if alone else 1)
-    # while full gradients wait, there are no sharded ones
-    gradient = PRECISIONS[row.precision].weights.itemsize / row.world
-    pending = step.parameters * (row.pending_bytes - gradient) if row.pending_bytes else 0
     casts = float8_bytes(row.shape, row.sequence * row.batch) / row.hardware.copy if row.float8 else 0.0
     return Planned(
         row.row,
@@ -135,9 +132,21 @@ def of_estimate(row: Row, step: Estimate) -> Planned:
         row.microbatches * (compute + casts),
         0.0 if alone else row.microbatches * step.exposed_s,
         optimizer,
-        step.peak_bytes + round(pending),
+        max(step.peak_bytes, _bytes_with_pending(row, step)),
         row.memory,
     )
+
+
+def _bytes_with_pending(row: Row, step: Estimate) -> int:
+    """The bytes at the beginning of the last microbatch's backward, if full gradients of the others wait for it.
+
+    There are no sharded gradients then. Later, each reduction frees a full gradient.
+    """
+    if not row.pending_bytes:
+        return 0
+    gradient = PRECISIONS[row.precision].weights.itemsize / row.world
+    at_start = step.graphs[-1].timeline.memory[0][1]
+    return round(at_start + step.parameters * (row.pending_bytes - gradient))
 
 
 def summary(planned: Sequence[Planned]) -> str:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
+from compiled_fsdp.compat.autograd import backward_id
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.ranks.agreement import Agreement
@@ -52,6 +53,9 @@ class PlanFinder:
         bound = self._plan_that_fits()
         if bound is None or bound.plan.signature == self._signature:
             return None
+        is_recomputed = self._kind != "backward" and backward_id() != -1
+        if bound.plan.signature[0] not in ("", self._signature[0]) and not is_recomputed:
+            return None  # all ranks compile the model anew with other options
         names = {parameter.name for parameter in region.parameters}
         same = self._kind == "backward" or set(bound.plan.names) == names
         # A whole forward that reads fewer parameters is another use of the model (for example its encoder alone), with

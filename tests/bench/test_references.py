@@ -17,7 +17,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "references.md"
 
 def step(**changes):
     """A forward of 1 s and a backward of 3 s, of which 0.5 and 2 s are compute."""
-    graphs = (SimpleNamespace(step_s=1.0, compute_s=0.5), SimpleNamespace(step_s=3.0, compute_s=2.0))
+    memory = SimpleNamespace(memory=((0.0, 10**9),))
+    graphs = (
+        SimpleNamespace(step_s=1.0, compute_s=0.5, timeline=memory),
+        SimpleNamespace(step_s=3.0, compute_s=2.0, timeline=memory),
+    )
     known = {"graphs": graphs, "optimizer_s": 0.25, "exposed_s": 1.0, "peak_bytes": 10**9, "parameters": 10**9}
     return SimpleNamespace(**{**known, **changes})
 
@@ -46,11 +50,14 @@ def test_one_rank_has_no_collectives():
 
 
 def test_full_gradients_wait_for_the_last_microbatch():
-    """In the dtype of reductions; there are no sharded gradients then."""
+    """In the dtype of reductions, in addition to the memory at the backward's start; there are no sharded ones then."""
+    graph = SimpleNamespace(
+        step_s=1.0, compute_s=0.5, timeline=SimpleNamespace(memory=((0.0, 5 * 10**8), (1.0, 10**9)))
+    )
     for number, of_weights in (("2", 4 - 2 / 2), ("3", 4 - 2 / 4)):
-        row = BY_NUMBER[number]
-        more = of_estimate(row, step()).peak - of_estimate(replace(row, pending_bytes=0), step()).peak
-        assert more == round(step().parameters * of_weights)
+        planned = of_estimate(BY_NUMBER[number], step(graphs=(graph,)))
+        assert planned.peak == 5 * 10**8 + round(10**9 * of_weights)
+    assert of_estimate(replace(BY_NUMBER["2"], pending_bytes=0), step(graphs=(graph,))).peak == step().peak_bytes
 
 
 def test_casts_to_float8_take_time():

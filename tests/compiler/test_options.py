@@ -15,14 +15,15 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._inductor import config as inductor_config
 
-from compiled_fsdp import Options, compiled_autograd, explain, fully_shard
+from compiled_fsdp import Options, compiled_autograd, count_communication, explain, fully_shard
 from compiled_fsdp.compiler.backend import compiled_fsdp as backend
 from compiled_fsdp.passes.pipeline import pass_names
 from compiled_fsdp.passes.verify import GraphIsWrong
 from compiled_fsdp.reporting.report import GraphReport
-from tests.harness import assert_same, batch, compiled, distributed, run_ranks, shard, train
+from tests.harness import assert_same, batch, compiled, distributed, loss_of, run_ranks, shard, train, variants
 from tests.harness.fake import fake_group
-from tests.harness.models import small
+from tests.harness.models import broken, small
+from tests.harness.reference import full_gradients
 
 BUCKETS = "takes 'auto', 'module', 'parameter', a number of MB, or a list of lists of parameter-name patterns"
 OWN_PLAN = "as your own plan must be a list of lists of parameter-name patterns, e.g. "
@@ -307,6 +308,24 @@ def test_options_do_not_change_the_result(rank, world_size, options):
     for graph in graphs:
         off = {name for name, summary in graph.summary.items() if summary == "switched off"}
         assert off == set(options.get("disable_passes", ())) - {"reshard", "regather"}, graph.summary
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("make", variants([broken, small], broken))
+def test_a_model_that_is_compiled_again_with_other_options_has_other_plans(rank, world_size, make):
+    """For example, with the costs of a profile. The code for the first options is made again when it runs again."""
+    model = shard(make(blocks=2), fully_shard)
+    runs = [compiled(model, bucket=bucket) for bucket in ("module", "parameter")]
+    gradients, launches = [], []
+    for run in (*runs, *runs):
+        model.zero_grad()
+        with count_communication() as volume:
+            loss_of(run, rank, 0).backward()
+        launches.append(volume["gather"].launches)
+        gradients.append(full_gradients(model))
+    assert max(launches[::2]) < min(launches[1::2])
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0], rtol=0, atol=0)
 
 
 def planned_forward(**options: Any) -> GraphReport:
