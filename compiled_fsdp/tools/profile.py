@@ -26,7 +26,7 @@ from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.ranks.liveness import Liveness, sign_in
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.tools.profile_costs import measured_costs, planned_for
+from compiled_fsdp.tools.profile_costs import measured_costs, planned_for, shared_wires
 from compiled_fsdp.tools.profile_kernels import KernelCall, kernel_calls
 from compiled_fsdp.tools.profile_ranks import Meeting, Together
 from compiled_fsdp.tools.profile_recorder import ProfileError, Recorder
@@ -172,7 +172,7 @@ class StepProfile:
             return [step for step in self._steps if step.number not in together.left_out]
 
         def costs(together: Together) -> str:
-            steps, seconds = counted_in(together), alone_on_wires(self._steps, together)
+            steps, seconds = counted_in(together), shared_wires(self._steps, together)
             hardware = planned_for(steps)
             if len(hardware) != 1:
                 return ""

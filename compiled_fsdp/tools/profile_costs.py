@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, pairwise
 from statistics import median
 
 from compiled_fsdp.buckets.spec import COALESCED, Kind
@@ -26,7 +26,8 @@ from compiled_fsdp.passes.cost import Curve, Hardware
 from compiled_fsdp.passes.cost.compute import LibraryKernel
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.tools.profile_kernels import KernelCall
-from compiled_fsdp.tools.profile_steps import BucketRun, Step, buckets_of, measured_step
+from compiled_fsdp.tools.profile_ranks import Together
+from compiled_fsdp.tools.profile_steps import BucketRun, Step, buckets_of, by_group, measured_step
 from compiled_fsdp.tools.profile_times import Interval, TimedCollective, union
 
 _ADDED = "measured in a profile"
@@ -46,7 +47,7 @@ def measured_costs(
     Args:
         steps: the steps that count.
         calls: all library kernels of the profile.
-        seconds: of each collective on the wires.
+        seconds: for which each collective had the wires (``shared_wires``).
         device: torch's name of the device.
     """
     inside = [_calls_of(step, calls) for step in steps]
@@ -199,6 +200,34 @@ def _with_curves(hardware: Hardware, steps: Sequence[Step], seconds: Mapping[Tim
     return replace(hardware, **curves)  # type: ignore[arg-type]
 
 
+def shared_wires(steps: Sequence[Step], together: Together) -> dict[TimedCollective, float]:
+    """Return the seconds for which each collective had the wires of its group, on the rank that launched it last.
+
+    Collectives of a group that run at once share the time in proportion to their sizes. For example, a small one that
+    waits behind a large one counts for next to nothing.
+    """
+    fastest = {group: iter(seconds) for group, seconds in together.fastest.items()}
+    found: dict[TimedCollective, float] = {}
+    for step in steps:
+        for group, its in by_group(step.collectives).items():
+            begins = [c.wires[1] - 1e9 * next(fastest[group]) if group else c.wires[0] for c in its]
+            ran = [(max(begin, c.wires[0]), c.wires[1]) for begin, c in zip(begins, its, strict=True)]
+            found |= zip(its, _shares(ran, [max(c.of.numel, 1) for c in its]), strict=True)
+    return found
+
+
+def _shares(intervals: Sequence[tuple[float, float]], weights: Sequence[int]) -> list[float]:
+    """Divide each moment between the intervals that contain it, in proportion to their weights; nanoseconds in."""
+    seconds = [0.0] * len(intervals)
+    times = sorted({time for interval in intervals for time in interval})
+    for begin, end in pairwise(times):
+        running = [i for i, (start, stop) in enumerate(intervals) if start <= begin and end <= stop]
+        total = sum(weights[i] for i in running)
+        for i in running:
+            seconds[i] += 1e-9 * (end - begin) * weights[i] / total
+    return seconds
+
+
 def _curve_of(bucket: BucketRun) -> str | None:
     """The attribute of ``Hardware`` with the curves of such collectives; None for questions and broadcasts."""
     if bucket.of.kind == "all_reduce":
@@ -212,23 +241,23 @@ def _curve_of(bucket: BucketRun) -> str | None:
 def fitted(curve: Curve, points: Sequence[_Point]) -> Curve:
     """Return a curve with another latency and another rate, on which the points lie as closely as can be.
 
-    Both are found by least squares of relative errors. If all collectives have about the same size, or a straight line
-    would need a negative latency or rate, both change by the same factor.
+    Both are found by least squares. If all collectives have about the same size, or a straight line would need a
+    negative latency or rate, both change by the same factor, so that the sum of all is right.
     """
     usual = curve.latency, curve.bytes_per_second
     latencies, sending = [], []
     for point in points:
         protocols = ((latency, point.bytes / rate) for latency, rate in (usual, curve.quick or usual))
         latency, sent = min(protocols, key=sum)
-        latencies.append((latency + curve.each * point.further_tensors) / point.seconds)
-        sending.append(sent / point.seconds)
-    model = [latency + sent for latency, sent in zip(latencies, sending, strict=True)]
-    both = sum(model) / sum(value * value for value in model)
+        latencies.append(latency + curve.each * point.further_tensors)
+        sending.append(sent)
+    measured = [point.seconds for point in points]
+    both = sum(measured) / (sum(latencies) + sum(sending))
     factors = both, both
     sizes = [point.bytes for point in points]
     ll, ls, ss = _dot(latencies, latencies), _dot(latencies, sending), _dot(sending, sending)
     if max(sizes) >= _APART * max(min(sizes), 1) and (determinant := ll * ss - ls * ls) > 0:
-        slower, longer = sum(latencies), sum(sending)
+        slower, longer = _dot(latencies, measured), _dot(sending, measured)
         solved = (slower * ss - longer * ls) / determinant, (longer * ll - slower * ls) / determinant
         factors = solved if min(solved) > 0 else factors
     quick = None if curve.quick is None else (curve.quick[0] * factors[0], curve.quick[1] / factors[1])

@@ -286,7 +286,7 @@ def _exposed(report: GraphReport, collective: CollectiveReport) -> float:
 def measured_step(step: Step) -> MeasuredStep:
     """Sum up a step."""
     reports = [at.span.run.report for at in step.runs if at.span.run is not None]
-    lanes = [in_line([c.wires for c in its]) for its in _by_group(step.collectives).values()]
+    lanes = [in_line([c.wires for c in its]) for its in by_group(step.collectives).values()]
     planned = [_Planned.of(report) for report in reports]
     waits = [at for at in step.spans if at.span.what in ("wait", "blocking") and at.span.run is not None]
     inside = sum(at.end - at.start for at in step.runs) - sum(at.end - at.start for at in waits)
@@ -333,7 +333,8 @@ class _Planned(NamedTuple):
         return _Planned(simulation.seconds - simulation.exposed, sum(_exposed(report, c) for c in report.collectives))
 
 
-def _by_group(collectives: Sequence[TimedCollective]) -> dict[str, list[TimedCollective]]:
+def by_group(collectives: Sequence[TimedCollective]) -> dict[str, list[TimedCollective]]:
+    """Divide collectives by the ranks of their group ("0,1")."""
     found: dict[str, list[TimedCollective]] = defaultdict(list)
     for c in collectives:
         found[_group(c)].append(c)
@@ -368,7 +369,7 @@ def _measured_tasks(step: Step) -> Iterable[tuple[Task, Run | None]]:
 
     for run, start, end in _compute(step):
         yield Task("" if run is None else run.name, COMPUTE, COMPUTE, at(start), at(end) - at(start)), run
-    for group, its in _by_group(step.collectives).items():
+    for group, its in by_group(step.collectives).items():
         lane = rank_list(its[0].of.ranks) if group else "questions"
         for c, (start, end) in zip(its, in_line([c.wires for c in its]), strict=True):
             wait = at(c.waits[0][0]) if c.waits else None

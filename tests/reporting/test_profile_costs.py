@@ -21,7 +21,7 @@ from compiled_fsdp.compat.profiling import ProfiledEvent, profiled_events
 from compiled_fsdp.compiler.hardware import log
 from compiled_fsdp.passes.cost import PROFILES, Contention, Curve, Hardware
 from compiled_fsdp.passes.cost.compute import LibraryKernel, library_kernels, node_costs
-from compiled_fsdp.tools.profile_costs import _computing, _Point, _with_rates, _without, fitted
+from compiled_fsdp.tools.profile_costs import _computing, _Point, _shares, _with_rates, _without, fitted
 from compiled_fsdp.tools.profile_kernels import kernel_calls
 from compiled_fsdp.tools.profile_recorder import ProfileError, Run, Span
 from compiled_fsdp.tools.profile_steps import Step
@@ -91,6 +91,12 @@ def test_contention_is_taken_off(share, part, alone):
 
 def test_intervals_are_united():
     assert union([(5, 9), (0, 3), (3, 4), (6, 7)]) == [(0, 4), (5, 9)]
+
+
+def test_collectives_at_once_share_the_wires_by_size():
+    """A small one waits behind a large one; then it runs alone for 2 ns."""
+    shares = _shares([(0.0, 10.0), (4.0, 12.0), (20.0, 21.0)], [99, 1, 5])
+    assert shares == [pytest.approx(1e-9 * t) for t in (4 + 6 * 0.99, 6 * 0.01 + 2, 1.0)]
 
 
 CURVE = Curve(latency=1e-4, bytes_per_second=1e9, each=1e-5)
