@@ -204,12 +204,13 @@ def test_the_plan_of_a_tensor_parallel_forward():
         str(forward.plan),
         """\
 forward:
-  0: gather [0, 1, 2, 3, 4, 5, 6] 140,288 bytes, mesh 0, coalesced, at start
-  1: gather [7, 8, 9, 10, 11] 295,936 bytes, mesh 0, coalesced, at start
-  2: gather [12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24] 429,056 bytes, mesh 0, coalesced, at all_reduce 0""",
+  0: gather [0, 1, 2, 3, 4, 5] 107,520 bytes, mesh 0, coalesced, at start
+  1: gather [6, 7] 65,536 bytes, mesh 0, coalesced, at start
+  2: gather [8, 9, 10, 11, 12, 13, 14, 15, 16] 362,496 bytes, mesh 0, coalesced, at use 1
+  3: gather [17, 18, 19, 20, 21, 22, 23, 24] 329,728 bytes, mesh 0, coalesced, at use 11""",
     )
     assert forward.model_collectives == (
-        "the model's own collectives: 4 all_reduce of 0.131 MB over other links than ours, 0.128 ms, 0.128 exposed, "
+        "the model's own collectives: 4 all_reduce of 0.131 MB over other links than ours, 0.059 ms, 0.059 exposed, "
         "of which 0.000 queued"
     )
 
