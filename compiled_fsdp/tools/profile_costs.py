@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
 from statistics import median
+from typing import Any
 
 from compiled_fsdp.buckets.spec import COALESCED, Kind
 from compiled_fsdp.buckets.transport import TRANSPORTS
@@ -66,8 +67,11 @@ def measured_costs(
 
 def planned_for(steps: Sequence[Step]) -> list[Hardware]:
     """Return the hardware that the graphs of these steps were planned for: usually one."""
-    found = [report.planned_for for step in steps for report in _reports(step) if report.planned_for is not None]
-    return list({hardware.to_json(): hardware for hardware in found}.values())
+    found: list[Hardware] = []
+    for report in (report for step in steps for report in _reports(step)):
+        if report.planned_for is not None and report.planned_for not in found:
+            found.append(report.planned_for)
+    return found
 
 
 def _reports(step: Step) -> list[GraphReport]:
@@ -192,12 +196,12 @@ def _with_curves(hardware: Hardware, steps: Sequence[Step], seconds: Mapping[Tim
         if took > 0:
             further = len(bucket.of.names) - 1 if coalesced else 0
             points[group][bucket.key].append(_Point(bucket.bytes, further, took))
-    curves: dict[str, dict[tuple[int, int], Curve]] = {}
+    curves: dict[str, Any] = {}  # by the attribute of ``Hardware``
     for (kind, world, nodes), by_bucket in points.items():
         medians = [replace(its[0], seconds=median(point.seconds for point in its)) for its in by_bucket.values()]
         known = curves.setdefault(kind, dict(getattr(hardware, kind)))
         known[world, nodes] = fitted(hardware.curve(kind, world, nodes), medians)
-    return replace(hardware, **curves)  # type: ignore[arg-type]
+    return replace(hardware, **curves)
 
 
 def shared_wires(steps: Sequence[Step], together: Together) -> dict[TimedCollective, float]:

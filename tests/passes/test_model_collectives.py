@@ -156,7 +156,7 @@ def placed(shared: bool) -> Callable[[Any], GroupPlace]:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_shares_a_link_shares_a_queue(shared):
-    """Ours is inside of a node."""
+    """The gathers' link is inside of a node."""
     tasks = tasks_of(lambda x: wait(launch_sum(x)), hardware=PROFILES["h100"], place_of_group=placed(shared))
     (found,) = tasks.model_collectives
     assert (tasks.channels[tasks.gathers[0].channel].stream in found.streams) == tasks.shares_links == shared

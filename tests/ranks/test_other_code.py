@@ -68,7 +68,7 @@ def penalty(model: "Model", x: torch.Tensor) -> torch.Tensor:
     return x + model.b(y) + 0.1 * y.square().mean()
 
 
-# What the odd rank does in the place of `plain`.
+# The forwards that the odd rank runs instead of `plain`.
 OTHERS: dict[str, Forward] = {
     "checkpoint": lambda m, x: x + m.b(checkpoint(m.a, x, use_reentrant=False)),
     "all in checkpoints": lambda m, x: checkpoint(lambda y: y + m.b(m.a(y)), x, use_reentrant=False),
@@ -376,7 +376,7 @@ def test_one_rank_evaluates_alone_what_all_have_unsharded(rank, world_size):
         expected = run(x)
         for _ in range(3 if rank == 0 else 0):
             assert torch.equal(run(x), expected)
-        if rank == 0:  # and compiles what the others have not
+        if rank == 0:  # it compiles code that the other rank does not have
             assert torch.equal(run(torch.ones(3, 4))[:2], expected)
             assert torch.equal(compiled(model[1])(model[0](x)), expected)
     model.reshard()
@@ -480,7 +480,7 @@ def test_replicas_of_shards_and_kernels(rank, world_size):
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("kind", ["breaks", "prints"])
 def test_one_rank_evaluates_in_another_way(rank, world_size, kind):
-    """Before any step, too: a plan without gradients is known by what is read."""
+    """Before any step, too: a plan without gradients is known by the parameters that it reads."""
     torch.manual_seed(7)
     model = Model(OTHERS[kind])
     reference = copy.deepcopy(model)
@@ -544,7 +544,7 @@ class Shifts(nn.ModuleList):
 def test_one_rank_checkpoints_layers(rank, world_size, compiles, reshards):
     """Uncompiled all ranks gather a layer again in backward, or none does. Compiled all do, as the first plan says.
 
-    Of the rank without the checkpoint no backward needs a parameter, and without sync none reduces a gradient.
+    On the rank without the checkpoint, no backward needs a parameter, and without gradient sync none reduces.
     """
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
     torch.manual_seed(7)
@@ -980,7 +980,7 @@ def test_uncompiled_frozen_layers_that_no_rank_needs(rank, world_size):
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("ends", ["by a backward", "by an optimizer"])
 def test_a_followed_forward_ends(rank, world_size, ends):
-    """The next step's first read would get what was gathered before the optimizer's step."""
+    """Otherwise the next step's first read would get a full parameter from before the optimizer's step."""
     model = fully_shard(nn.Linear(4, 4))
     weight = next(p for p in model._fsdp_unit.parameters if p.name == "weight")
 

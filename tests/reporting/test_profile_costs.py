@@ -195,6 +195,9 @@ def test_the_next_compile_plans_with_measured_costs(rank, world_size, tmp_path):
     for graph in explain(again).graphs:
         assert {kernel.key: kernel.seconds for kernel in graph.kernels}.items() <= costs.kernels.items()
         assert graph.hardware == "cpu, measured in a profile (the option 'hardware')"
+        assert graph.tasks.copy_seconds == 2 / costs.copy != 2 / hardware.copy
+        gathers = [channel for name, channel in graph.tasks.channels.items() if name.startswith("gather")]
+        assert [channel.latency for channel in gathers] == [costs.gather[2, 1].latency] * len(gathers) != []
     with profile(again) as p:  # measures the costs of a plan that has measured costs
         run(torch.randn(8, 16)).sum().backward()
     assert p.costs.name == costs.name

@@ -93,7 +93,7 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
 
 
 def _steps(tasks: Tasks, schedule: Schedule) -> list[tuple]:
-    """What the compute stream does.
+    """The work of the compute stream, in order.
 
     ("work", (seconds, contention)), ("launch", place), ("wait", place), or ("segment", index).
     """
@@ -153,10 +153,11 @@ def seconds_on_channel(tasks: Tasks, launch: Launch) -> float:
 def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
     """Seconds of copies ahead of the launch, with the launch itself, and after the wait.
 
-    A flat gather packs shards and unpacks full tensors; a flat reduction packs full gradients; what needs a copy is
-    copied in any form; what an all-to-all has received is summed; a shard in host memory comes from there first. Each
-    copy is a kernel, but what is packed into one tensor is one, and with our kernels or a codec whatever is copied at
-    once. What is encoded is decoded, too, each as long as a copy of the full tensor takes.
+    A flat gather packs shards and unpacks full tensors. A flat reduction packs full gradients. Tensors that need a copy
+    are copied in any form, and the parts that an all-to-all has received are summed. A shard in host memory is copied
+    to the device first. Each copy is a kernel, but all tensors that are packed into one are one kernel, and with our
+    kernels or a codec all that are copied at once. A codec encodes and decodes, each as long as a copy of the full
+    tensor takes.
     """
     ahead = behind = offloaded = 0.0
     ahead_kernels = behind_kernels = offloaded_kernels = 0
@@ -210,10 +211,11 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
                     until = max(launch.at, launch.wait - 1) if launch.form == FLAT else launch.wait
                     alive.append((launch.at, until, packed // world))
                 continue
-            # waited for before the segment `wait`, so gone in it; waited for at once it is there in its segment
+            # The wait is before the segment `wait`, so the memory is free in that segment. If launch and wait are at
+            # one segment, the memory is held in it.
             end = launch.at if launch.at == launch.wait else launch.wait - 1
             channel = tasks.channels[task.channel]
-            if encoded:  # the gradient, perhaps padded first, and what is sent and received of it
+            if encoded:  # the gradient, perhaps padded first, and its encoded bytes, sent and received
                 alive += [(task.first, launch.at, task.size.decoded), (launch.at, end, task.size.sent)]
                 if task.size.copied:
                     alive.append((launch.at, launch.at, task.size.decoded))

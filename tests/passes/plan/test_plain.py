@@ -52,7 +52,7 @@ def test_hidden_reductions_of_a_byte():
 
 
 def test_small_ones_with_a_large_one_between():
-    """Of 2, 5000 and 2 bytes, where what is flat costs copies: the two small ones share a bucket."""
+    """Gradients of 2, 5000 and 2 bytes, and flat buckets cost copies: the two small ones share a bucket."""
     channel = replace(SLOW_TO_START, each=500.0)
     sizes = [(2, 1), (5000, 2), (2, 3)]
     tasks = tasks_of([100.0] * 4, [], sizes, channel=channel, copy_seconds=0.01)

@@ -1,4 +1,4 @@
-"""Plans of any tasks, under any rules: what is made of a schedule keeps its promises, as text it stays the same."""
+"""Plans of any tasks under any rules: each changed schedule is valid, and a plan written as text is read back."""
 
 from dataclasses import replace
 
