@@ -171,13 +171,13 @@ def test_the_page_of_explain_prints_what_it_shows(tmp_path):
 def test_the_page_of_profiles_runs(tmp_path):
     """Its programs as one: measured times differ, and the words between them do not."""
     pairs = program_of("profiling", tmp_path)
-    assert len(pairs) >= 3
-    verdict, microbatches, names = (printed for printed, _ in pairs)
+    verdict, planned_again, microbatches, names = (printed for printed, _ in pairs)
     for text in ("rank 0, 5 steps", "compute, copies and launches", "of communication hidden", "gather", "reduce"):
         assert text in verdict
         assert text in pairs[0][1]
-    assert microbatches == pairs[1][1]
-    for lines in (names.splitlines(), pairs[2][1].splitlines()):  # which buckets there are depends on the machine
+    assert planned_again == pairs[1][1]
+    assert microbatches == pairs[2][1]
+    for lines in (names.splitlines(), pairs[3][1].splitlines()):  # which buckets there are depends on the machine
         assert {line.split()[0] for line in lines} == {"gather", "reduce"}
         assert all(line.endswith(": launch") for line in lines)
 
