@@ -220,7 +220,10 @@ class Agreement:
 
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks that this rank failed to compile. They hear it in the next meeting or in a round."""
-        if self.liveness.alone or hasattr(error, _TOLD):
+        if self.liveness.alone:
+            return
+        if hasattr(error, _TOLD):
+            self.end_region()
             return
         problem = _failed(self._rank, error)
         try:

@@ -3,6 +3,7 @@
 import os
 import signal
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from compiled_fsdp import OverBudget
 from compiled_fsdp.ranks.failures import RankEnded, RanksDiffer, naming_ended_ranks
 from tests.harness import RankFailure, Ranks, compiled, distributed, variants
 from tests.harness.ours import new_group, two_layers
@@ -96,6 +98,27 @@ def test_one_rank_fails_to_compile(rank, world_size, failing, phase):
     ):
         run(torch.ones(2, 4)).sum().backward()
     assert "out of luck" in str(caught.value)
+
+
+@distributed(world_size=2, reset=True)
+def test_a_budget_that_is_too_small_is_caught_and_the_next_call_trains(rank, world_size):
+    """As the message advises: with a smaller batch, or a larger budget. A later error is told to all ranks, too."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    failed = partial(pytest.raises, (OverBudget, RanksDiffer), match="the training graph needs")
+
+    def step(run: torch.nn.Module, batch: int) -> None:
+        run(torch.ones(batch, 4)).sum().backward()
+
+    run = compiled(two_layers(mesh=mesh), memory_budget=10_000)
+    for _ in range(2):
+        with failed():
+            step(run, 4096)
+    step(run, 4)
+    with failed():
+        step(compiled(two_layers(rows=5, mesh=mesh), memory_budget=1000), 4096)
+    with pytest.raises(ValueError, match="no sharded parameter has a name that matches 'wieght'"):
+        step(compiled(two_layers(rows=5, mesh=mesh), bucket=[["wieght"]]), 4)
+    step(compiled(two_layers(rows=5, mesh=mesh)), 4)
 
 
 @distributed(world_size=2, reset=True)
