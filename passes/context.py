@@ -117,6 +117,8 @@ class PassContext:
     hardware: Hardware = PROFILES["cpu"]
     # Whether Inductor generates the code, and so fuses kernels.
     fused: bool = True
+    # The option ``transport``: "backend" or "symm_mem".
+    transport: str = "backend"
     # Whether a reduction may be an all-to-all, after which each rank adds up the parts that it has received (gloo).
     may_use_all_to_all: bool = False
 

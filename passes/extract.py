@@ -18,10 +18,10 @@ from compiled_fsdp.buckets.codec import RESIDUAL_ITEMSIZE
 from compiled_fsdp.buckets.kernels.layout import aligned
 from compiled_fsdp.buckets.layout import TensorSize
 from compiled_fsdp.buckets.spec import Kind
-from compiled_fsdp.buckets.transport import TRANSPORTS
 from compiled_fsdp.compat.graphs import hint
+from compiled_fsdp.passes.channel import channel_of
 from compiled_fsdp.passes.cost.compute import Cost, library_kernels, node_costs
-from compiled_fsdp.passes.cost.hardware import Curve, Hardware
+from compiled_fsdp.passes.cost.hardware import Hardware
 from compiled_fsdp.passes.graph import (
     ENCODES,
     IS_SHARD,
@@ -106,12 +106,15 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
     model_collectives = tuple(models.priced(node, *places) for node, places in segments.model_places().items())
     live = _memory(gm, segments, ctx, set(gathers), set(reductions))
     costs = node_costs(gm, fused=ctx.fused)
-    ctx.library_kernels = library_kernels(costs, ctx.hardware)
+    hardware = ctx.hardware
+    if channels and not model_collectives and all(channel.by_copies for channel in channels.values()):
+        hardware = hardware.by_copies()
+    ctx.library_kernels = library_kernels(costs, hardware)
     seconds, slowed = [0.0] * (segments.end + 1), [0.0] * (segments.end + 1)
     for node, segment in segments.of.items():
-        took = costs[node].seconds(ctx.hardware)
+        took = costs[node].seconds(hardware)
         seconds[segment] += took
-        slowed[segment] += took * costs[node].contention(ctx.hardware)
+        slowed[segment] += took * costs[node].contention(hardware)
     contention = [more / took if took else 0.0 for took, more in zip(seconds, slowed, strict=True)]
     tasks = Tasks(
         phase=ctx.phase,
@@ -120,12 +123,12 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
         reductions=tuple(sorted((tasks_by_node[n] for n in reductions), key=lambda task: task.first)),
         channels=channels | models.channels,
         model_collectives=model_collectives,
-        copy_seconds=2 / ctx.hardware.copy,
-        kernel_seconds=ctx.hardware.kernel,
-        host_copy_seconds=1 / ctx.hardware.host_copy,
-        **_host_costs(costs.values(), len(model_collectives), ctx.hardware),
-        copy_contention=ctx.hardware.contention.memory,
-        collective_contention=ctx.hardware.contention.collective,
+        copy_seconds=2 / hardware.copy,
+        kernel_seconds=hardware.kernel,
+        host_copy_seconds=1 / hardware.host_copy,
+        **_host_costs(costs.values(), len(model_collectives), hardware),
+        copy_contention=hardware.contention.memory,
+        collective_contention=hardware.contention.collective,
         persistent=persistent_bytes(ctx),
         largest_block_bytes=_largest_block(ctx),
         kernels=ctx.kernels,
@@ -175,55 +178,6 @@ def _gap_bytes(node: Node, size: int, elements: int, world: int) -> int:
         return 0
     shard = -(-elements // world)
     return world * (aligned(shard) - shard) * max(size // elements, value(node).element_size())
-
-
-def channel_of(
-    ctx: PassContext, gathered: bool, world: int, group_id: int, replicas: int = 1, *, encodes: bool = False
-) -> CommChannel:
-    """The cost of the collectives of a group.
-
-    Reductions are all-to-alls if gradients are encoded, or if the backend allows it and it is quicker. Their cost
-    includes the all-reduce of each shard over the replicas.
-    """
-    groups = ctx.groups[group_id]
-    usual = (Kind.GATHER if gathered else Kind.REDUCE).usual_transport
-    transport = usual if gathered else _transport_of_reductions(ctx, world, groups.nodes, encodes=encodes)
-    curve = ctx.hardware.curve(TRANSPORTS[transport].curve, world, groups.nodes)
-    if replicas > 1:
-        curve = _one_after_the_other(curve, ctx.hardware.curve("all_reduce", replicas, groups.replicate_nodes), world)
-    of_reductions = not gathered and groups.has_reduce_scatter_group
-    stream, received_share = stream_of(group_id, of_reductions), float(TRANSPORTS[transport].leaves_pieces)
-    chosen = "" if transport == usual else transport
-    return CommChannel(
-        curve.latency, curve.each, curve.bytes_per_second, world, stream, received_share, chosen, curve.quick
-    )
-
-
-def _one_after_the_other(reduces: Curve, over_replicas: Curve, world: int) -> Curve:
-    """The cost of a reduction followed by an all-reduce of each of its ``world`` shards over the replicas."""
-
-    def together(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-        return one[0] + other[0], 1 / (1 / one[1] + 1 / other[1] / world)
-
-    usual = [(curve.latency, curve.bytes_per_second) for curve in (reduces, over_replicas)]
-    quick = None
-    if reduces.quick is not None and over_replicas.quick is not None:
-        quick = together(reduces.quick, over_replicas.quick)
-    return Curve(*together(*usual), reduces.each, quick)
-
-
-def _transport_of_reductions(ctx: PassContext, world: int, nodes: int | None, *, encodes: bool) -> str:
-    rates = {
-        name: ctx.hardware.curve(TRANSPORTS[name].curve, world, nodes).bytes_per_second
-        for name in ("all_to_all", "reduce_scatter")
-    }
-    quicker = ctx.may_use_all_to_all and rates["all_to_all"] > rates["reduce_scatter"]
-    return "all_to_all" if encodes or quicker else "reduce_scatter"
-
-
-def stream_of(group_id: int, of_reductions: bool) -> int:
-    """The number of a stream of collectives: ``group_id``, or ``-1 - group_id`` if reductions have their own group."""
-    return -1 - group_id if of_reductions else group_id
 
 
 def persistent_bytes(ctx: PassContext) -> int:

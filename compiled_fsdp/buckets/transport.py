@@ -1,7 +1,8 @@
 """Transports, which send buckets by functional collectives, and functions that recognize such calls in a graph.
 
-No other file names the functional collectives. A new transport needs a function here that launches it, and entries in
-``TRANSPORTS``, ``LAUNCHES`` and ``KINDS``.
+No other file names the functional collectives. Those over symmetric memory are private ops of torch
+(``compat/symm_mem.py``), and the same waits wait for them. A new transport needs a function here that launches it, and
+entries in ``TRANSPORTS``, ``LAUNCHES`` and ``KINDS``.
 """
 
 # Why: docs/design/communication.md, "CPU gathers write into a given tensor"
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from compiled_fsdp.buckets.spec import BucketSpec
+from compiled_fsdp.buckets.spec import BucketSpec, Kind
+from compiled_fsdp.compat import symm_mem
 
 _NAMESPACE = "_c10d_functional"
 _c10d = torch.ops._c10d_functional
@@ -29,9 +31,9 @@ REDUCE_SCATTER_COALESCED = _c10d.reduce_scatter_tensor_coalesced.default
 ALL_TO_ALL = _c10d.all_to_all_single.default
 ALL_REDUCE = _c10d.all_reduce.default
 
-LAUNCHES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)
+GATHERS = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, symm_mem.ALL_GATHER)
+LAUNCHES = (*GATHERS, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL, symm_mem.REDUCE_SCATTER)
 """The ops that gather or reduce over the ranks that shard."""
-GATHERS = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED)
 GROUPED = (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED)
 """The ops that send several tensors in one call; each returned tensor has its own wait."""
 
@@ -54,6 +56,8 @@ KINDS = {
     "all_reduce": Functional("all_reduce", "all_reduce"),
     "all_to_all_single": Functional("alltoall", "reduce"),
     "broadcast": Functional("gather", "broadcast"),
+    "_low_contention_all_gather": Functional("gather", "gather"),
+    "_low_contention_reduce_scatter": Functional("reduce", "reduce"),
 }
 """The functional collectives, by the beginning of their ops' names."""
 
@@ -89,7 +93,7 @@ _SENT_AS_THEY_ARE = (
 # ---- in graphs -------------------------------------------------------------------------------------------------------
 def is_functional(op: Any) -> bool:
     """Whether ``op``, the call target of a node, is one of torch's functional collectives or waits."""
-    return getattr(op, "namespace", "") == _NAMESPACE
+    return getattr(op, "namespace", "") == _NAMESPACE or op in (symm_mem.ALL_GATHER, symm_mem.REDUCE_SCATTER)
 
 
 def kind_of(op: Any) -> str | None:
@@ -167,12 +171,14 @@ class Transport(NamedTuple):
         curve: the name of its cost curve in ``Hardware``.
         leaves_pieces: whether each rank receives one addend for its shard from every rank, and adds them up itself
             after the wait.
+        copy_engines: whether the GPUs' copy engines move the bytes, so that ``Hardware.copy_engines`` has its costs.
     """
 
     launch: Callable[[Sequence[Tensor], BucketSpec, str], list[Tensor]]
     group: str
     curve: str
     leaves_pieces: bool = False
+    copy_engines: bool = False
 
 
 def _all_gather(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Tensor]:
@@ -198,6 +204,15 @@ def _all_reduce(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Te
     return [ALL_REDUCE(_as_real(packed), spec.reduction.op, group) for packed in sent]
 
 
+def _gather_by_copies(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Tensor]:
+    return [symm_mem.launch(symm_mem.ALL_GATHER, packed, group) for packed in sent]
+
+
+def _reduce_by_copies(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Tensor]:
+    op = spec.reduction.op
+    return [symm_mem.launch(symm_mem.REDUCE_SCATTER, _as_real(packed), op, group) for packed in sent]
+
+
 TRANSPORTS = {
     "all_gather": Transport(_all_gather, "all_gather", "gather"),
     # sums or averages ``[world * n]``, one part for each rank in order, to ``[n]``
@@ -206,8 +221,12 @@ TRANSPORTS = {
     "all_to_all": Transport(_all_to_all, "reduce_scatter", "alltoall", leaves_pieces=True),
     # reduces over the replicas after a reduction over the ranks that shard
     "all_reduce": Transport(_all_reduce, "replicate", "all_reduce"),
+    "symm_mem_all_gather": Transport(_gather_by_copies, "all_gather", "gather", copy_engines=True),
+    "symm_mem_reduce_scatter": Transport(_reduce_by_copies, "reduce_scatter", "reduce", copy_engines=True),
 }
 """The transports, by their names in plans and specs."""
+BY_COPY_ENGINES = {Kind.GATHER: "symm_mem_all_gather", Kind.REDUCE: "symm_mem_reduce_scatter"}
+"""The transports of the option ``transport="symm_mem"``."""
 
 
 def launch(sent: Sequence[Tensor], spec: BucketSpec, groups: GroupNames) -> list[Tensor]:

@@ -5,18 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from compiled_fsdp.compat.compilers import check_inductor_options
 from compiled_fsdp.compat.modules import torch_fsdp_in_forward
-from compiled_fsdp.compiler.hardware import hardware_of, use_bucket_kernels
+from compiled_fsdp.compat.symm_mem import missing_kernel
+from compiled_fsdp.compiler.hardware import hardware_of, local_nodes, use_bucket_kernels
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.compiler.user_buckets import check_patterns_are_used
+from compiled_fsdp.passes.cost import Hardware
 
 
 def checked_options(
-    options: Options | Mapping[str, Any] | None, mode: str | None, region: Region, inputs: list[Any]
+    options: Options | Mapping[str, Any] | None,
+    mode: str | None,
+    region: Region,
+    inputs: list[Any],
+    *,
+    runs: bool = True,
 ) -> Options:
     """Return the options, parsed, if this region can be compiled with them.
+
+    Args:
+        runs: whether the compiled code will run; else the region is planned only, perhaps for other hardware.
 
     Raises:
         ValueError: an option is unknown or bad, or cannot be satisfied here; or all-gather extensions have failed.
@@ -27,8 +39,9 @@ def checked_options(
     parsed = Options.parse(options)
     check_inductor_options(parsed.inductor, mode)
     check_patterns_are_used(parsed, region)
-    hardware_of(parsed, region)  # this and the next call raise if an option cannot be satisfied here
+    hardware = hardware_of(parsed, region)  # this and the next call raise if an option cannot be satisfied here
     use_bucket_kernels(parsed, region)
+    _check_transport(parsed, region, hardware, runs=runs)
     if not region.reads and (name := torch_fsdp_in_forward(inputs)) is not None:
         raise NotImplementedError(
             f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside "
@@ -36,3 +49,29 @@ def checked_options(
             'backend="inductor".'
         )
     return parsed
+
+
+def _check_transport(options: Options, region: Region, hardware: Hardware, *, runs: bool) -> None:
+    """Raise ValueError if the option ``transport`` cannot be satisfied: here, or for a mesh of the region."""
+    if options.transport == "backend" or not region.reads:
+        return
+    if runs and (op := missing_kernel(torch.device(region.device_kind))):
+        raise ValueError(
+            f"compiled_fsdp: option 'transport': 'symm_mem' needs GPUs: torch's {op} has no kernel for "
+            f"{region.device_kind!r}. Leave the option at 'backend'. `explain(model, args)` and compiled-fsdp plan "
+            "take it for GPUs that you do not have."
+        )
+    if runs and options.codegen == "aot_eager" and not region.on_cpu:
+        raise ValueError(
+            "compiled_fsdp: option 'transport': 'symm_mem' needs codegen='inductor', because only Inductor keeps a "
+            "bucket's memory until the copy engines have read it."
+        )
+    for group in region.groups:
+        nodes = local_nodes(hardware, group.gather_ranks)
+        if nodes > 1:
+            raise ValueError(
+                f"compiled_fsdp: option 'transport': 'symm_mem' works inside a node, but a parameter is sharded over "
+                f"{len(group.gather_ranks)} ranks on {nodes} nodes (by LOCAL_WORLD_SIZE, or by the hardware's "
+                "ranks_per_node). Shard inside nodes, with a mesh of (nodes, GPUs of a node), or leave the option at "
+                "'backend'."
+            )

@@ -66,6 +66,10 @@ class Options:
         kernels: whether compiled_fsdp's Triton kernels copy into buckets and out of them, with one launch for all
             tensors. "auto": if the model computes on a GPU and Triton is installed. False: the copies are left to
             Inductor. True: always; without a GPU the same ops are torch's own operations, for tests.
+        transport: what sends the collectives over the ranks that shard. "backend": the process group's backend (NCCL,
+            gloo). "symm_mem": the copy engines of the GPUs, over memory that all ranks of a node have mapped, so that
+            compute beside a collective is hardly slowed down; needs GPUs, a mesh whose shards are inside a node, and
+            ``codegen="inductor"``. Nobody has run it on a GPU yet.
     """
 
     bucket: Literal["auto", "module", "parameter"] | float | list[list[str]] = "auto"
@@ -82,6 +86,7 @@ class Options:
     hardware: str | Path | Hardware = "auto"
     recheck_prefetched: bool = True
     kernels: Literal["auto"] | bool = "auto"
+    transport: Literal["backend", "symm_mem"] = "backend"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bucket", _checked_bucket(self.bucket))
@@ -94,6 +99,7 @@ class Options:
         _check_choice("codegen", self.codegen, ("inductor", "aot_eager"))
         _check_choice("verify", self.verify, ("plan", "full", "off"))
         _check_choice("kernels", self.kernels, ("auto", True, False))
+        _check_choice("transport", self.transport, ("backend", "symm_mem"))
         _check_choice("reshard_after_forward", self.reshard_after_forward, ("as sharded", "auto"))
         object.__setattr__(self, "hardware", _checked_hardware(self.hardware))
         object.__setattr__(self, "memory_budget", _checked_budget(self.memory_budget))

@@ -136,7 +136,7 @@ def planned_graphs(
     def backend(gm: GraphModule, inputs: list[Any], **_: Any) -> Any:
         inline_nested_regions(gm)
         region = find_region(gm, inputs)
-        parsed = checked_options(parsed_options, mode, region, inputs)
+        parsed = checked_options(parsed_options, mode, region, inputs, runs=False)
         return _Preview(gm, inputs, region, parsed, mode).without_other_ranks().compile()
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -300,7 +300,8 @@ _NO_MEANING = {
     "set_all_reduce_hook": "gradients of several units are reduced in one bucket, as the plan has it; "
     "register_post_accumulate_grad_hook of a parameter and register_post_backward_hook see what is reduced",
     "set_allocate_memory_from_process_group_for_comm": "the compiler allocates the memory of collectives",
-    "set_symm_mem_for_comm": "the compiler allocates the memory of collectives",
+    "set_symm_mem_for_comm": "the compiler allocates the memory of collectives; the backend's option "
+    "transport='symm_mem' sends all of them over symmetric memory, by copy engines",
     "set_reduce_scatter_max_input_buffers": "the planner bounds what is in flight; give the backend's option "
     "'memory_budget'",
     "set_keep_unsharded_storage": "the compiler allocates full parameters; use set_reshard_after_backward(False) to "

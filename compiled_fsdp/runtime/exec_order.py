@@ -10,18 +10,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from compiled_fsdp.buckets.spec import Kind
+
 LIMIT = 1 << 16
 """How many sets are remembered: enough for several steps of thousands of sets each."""
 
 
 @dataclass(frozen=True)
 class GatherKey:
-    """A set of parameters: their ids in order, whether backward gathers it, and in which form."""
+    """A set of parameters: their ids in order, whether backward gathers it, and how."""
 
     backward: bool
     param_ids: tuple[int, ...]
     # Whether each parameter is gathered into its own tensor, and not all into one flat bucket.
     coalesced: bool = False
+    # A key of ``transport.TRANSPORTS``.
+    transport: str = Kind.GATHER.usual_transport
 
 
 @dataclass

@@ -221,7 +221,8 @@ class _Run:
     def _launch_bucket(self, number: int, bucket: AgreedBucket) -> None:
         parameters, recheck = self.bound.parameters(bucket.reads), self.bound.plan.recheck
         with torch.no_grad(), torch.inference_mode(False):
-            spec = replace(spec_of(parameters, bucket.form), copier=bucket.copier, edge=bucket.edge, recheck=recheck)
+            spec = spec_of(parameters, bucket.form, bucket.transport)
+            spec = replace(spec, copier=bucket.copier, edge=bucket.edge, recheck=recheck)
             shards, launch = [parameter.shard for parameter in parameters], self._prefetcher.get_or_launch
             launched = None if spec.edge is None else launch(parameters, shards, spec)
             self._in_flight[number] = GatherInFlight(parameters, spec, launched)

@@ -52,11 +52,13 @@ def announce(kind: str, calls: Sequence[Sequence[ShardedParameter]], sizes: Sequ
         traffic.launched(kind, len(call), size, ranks)
 
 
-def spec_of(parameters: Sequence[ShardedParameter], form: str = FLAT) -> BucketSpec:
-    """The default ``BucketSpec`` for gathering these parameters."""
+def spec_of(
+    parameters: Sequence[ShardedParameter], form: str = FLAT, by: str = Kind.GATHER.usual_transport
+) -> BucketSpec:
+    """The default ``BucketSpec`` for gathering these parameters, by the transport ``by``."""
     first, numels = parameters[0], tuple([p.shard.numel() for p in parameters])
     return BucketSpec(
-        Kind.GATHER, form, "all_gather", first.world, numels, first.group.group_id,
+        Kind.GATHER, form, by, first.world, numels, first.group.group_id,
         dtype=first.dtype, codec=first.codec, device=first.read_spec.device,
     )  # fmt: skip
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from compiled_fsdp.base import watch
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.spec import COALESCED, FLAT, BucketSpec
+from compiled_fsdp.buckets.transport import TRANSPORTS
 from compiled_fsdp.compat.autograd import at_end_of_backward, backward_id, outside_of_autocast, storage_id
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
@@ -125,7 +126,8 @@ class AllGatherPrefetcher:
         flight: PrefetchedGather | None = None
         is_stale: Callable[[], bool] = bool
         if first:
-            key = GatherKey(self._begin_phase(), tuple(p.param_id for p in parameters), spec.coalesced)
+            ids = tuple(p.param_id for p in parameters)
+            key = GatherKey(self._begin_phase(), ids, spec.coalesced, spec.transport)
             flight = self._in_flight.pop(key, None)
             if flight is None:
                 self.drop()  # another set was expected
@@ -191,11 +193,12 @@ class AllGatherPrefetcher:
         found = [parameter for param_id in key.param_ids if (parameter := registry.find(param_id)) is not None]
         if len(found) < len(key.param_ids) or any(parameter.shard.is_meta for parameter in found):
             return
-        spec, group = spec_of(found, COALESCED if key.coalesced else FLAT), found[0].group
+        spec, group = spec_of(found, COALESCED if key.coalesced else FLAT, key.transport), found[0].group
         with torch.no_grad(), torch.inference_mode(False):  # autograd may save the full parameters
             given = [parameter.all_gather_input() for parameter in found]
             if spec.coalesced:
-                if group.backend_of(given[0].device.type) == "gloo":  # gloo would copy them into the buckets itself
+                by_gloo = group.backend_of(given[0].device.type) == "gloo"
+                if by_gloo and not TRANSPORTS[key.transport].copy_engines:  # it would copy into the buckets itself
                     buckets = [tensor.new_empty(group.size * tensor.numel()) for tensor in given]
                     sent = [bucket.view(group.size, -1)[group.rank] for bucket in buckets]
                     for part, tensor in zip(sent, given, strict=True):

@@ -319,5 +319,5 @@ class _Drawing:
 
 
 def _lane(stream: int) -> str:
-    """Name the lane of a stream, whose number is from ``stream_of`` in ``passes/extract.py``."""
+    """Name the lane of a stream, whose number is from ``stream_of`` in ``passes/channel.py``."""
     return f"group {stream}" if stream >= 0 else f"group {-1 - stream}, reductions"

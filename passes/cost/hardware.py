@@ -93,6 +93,28 @@ class Contention:
 
 
 @dataclass(frozen=True)
+class CopyEngines:
+    """The costs of collectives whose bytes the GPUs' copy engines move over the wires inside a node.
+
+    The defaults are of 8 H100s. ``contention``: a product of 8192 x 8192 matrices and an all-gather of 64 MiB from each
+    rank, which takes 1.3 ms, take 2.96 ms one after the other, 2.02 ms at once by NCCL, and 1.77 ms at once by copy
+    engines (pytorch/pytorch#172714). So the product takes 38 % longer beside NCCL, and 10 % beside copy engines.
+    Kernels that are bound by memory lose the bytes that copies read and write: 2 x 360 GB/s of 3.35 TB/s. ``host``:
+    gathers of 1 and of 4 MiB a shard took 0.6 ms longer than NCCL's, whatever their size (pytorch/pytorch#182850),
+    because the host launches a copy for each rank. ``latency`` is assumed: two barriers, each a hop to every rank.
+
+    Attributes:
+        latency: seconds of a collective.
+        host: seconds that the host takes to launch a collective, in addition to ``Hardware.host_collective``.
+        contention: how much compute and these collectives slow each other down.
+    """
+
+    latency: float = 20e-6
+    host: float = 600e-6
+    contention: Contention = Contention(0.1, 0.1, 0.2)
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One rank's device and its wires. More than 20 attributes: one for each number that is measured or looked up.
 
@@ -128,6 +150,7 @@ class Hardware:
         low_latency: a second protocol of collectives, for small messages; None if there is none.
         host_copy: bytes per second between the device and pinned host memory.
         contention: how much compute and collectives slow each other down.
+        copy_engines: the costs of collectives by copy engines (the option ``transport="symm_mem"``).
         reduce_moves: the bytes that a reduce-scatter moves over the wires, as a multiple of an all-gather's bytes: 2
             with gloo, whose reduce-scatter is an all-reduce inside.
         gather: measured curves of all-gathers, by (number of ranks, number of nodes). A measured curve takes precedence
@@ -154,6 +177,7 @@ class Hardware:
     host_collective: float = 0.0
     host_computes: bool = False
     contention: Contention = Contention()
+    copy_engines: CopyEngines = CopyEngines()
     low_latency: LowLatency | None = None
     multiprocessors: int = 0
     attention: tuple[float, float] = (0.5, 0.5)
@@ -218,6 +242,22 @@ class Hardware:
             )
         return Curve(latency, slow * share, self.each, quick)
 
+    def curve_by_copies(self, kind: str, world: int) -> Curve:
+        """The cost of a "gather" or "reduce" of ``world`` ranks by copy engines.
+
+        This rank's part is copied twice on the device, into the memory of all ranks and out of it. A reduction then
+        reads what all ranks have sent and writes the sum. The rest is ``(world - 1) / world`` of the bytes over the
+        wires inside a node. Every further tensor is a collective of its own.
+        """
+        device = 4 / world if kind == "gather" else 4 / world + 1 + 1 / world
+        seconds = (world - 1) / world / self.inside.bytes_per_second + device / self.copy
+        return Curve(self.copy_engines.latency, 1 / seconds, self.copy_engines.latency)
+
+    def by_copies(self) -> Hardware:
+        """This hardware for a graph all of whose collectives are moved by copy engines."""
+        host = self.host_collective + self.copy_engines.host
+        return replace(self, contention=self.copy_engines.contention, host_collective=host)
+
     def link(self, world: int, nodes: int | None = None) -> str:
         """The wires that limit a group's collectives: "inside" nodes or "between" them; arguments as for ``curve``."""
         nodes = -(-world // self.ranks_per_node) if nodes is None else nodes
@@ -278,6 +318,8 @@ class Hardware:
         rates += [of.bytes_per_second for of in (found.inside, found.between, *curves)] + [*found.attention]
         seconds = [found.latency, found.each, found.kernel, found.host_kernel, found.host_collective]
         seconds += [*asdict(found.contention).values(), *found.kernels.values()]
+        copies = found.copy_engines
+        seconds += [copies.latency, copies.host, *asdict(copies.contention).values()]
         seconds += [value for curve in curves for value in (curve.latency, curve.each)]
         if (low := found.low_latency) is not None:
             rates += [low.share, *low.most]

@@ -22,7 +22,7 @@ class CommChannel:
     bytes_per_second: float
     # The number of ranks of the group.
     world: int
-    # The number of its stream (``extract.stream_of``). The collectives of one stream run one after the other.
+    # The number of its stream (``channel.stream_of``). The collectives of one stream run one after the other.
     stream: int = 0
     # For an all-to-all 1: it receives as many bytes as the full gradients have, because this rank adds up the parts
     # from all ranks. For a reduce-scatter 0, which counts as 1 / world, since it receives its shards only.
@@ -31,6 +31,8 @@ class CommChannel:
     transport: str = ""
     # Latency and rate of a protocol for small messages, as in ``Curve.quick``.
     quick: tuple[float, float] | None = None
+    # Whether copy engines move all of its bytes.
+    by_copies: bool = False
 
     def seconds(self, size: float, tensors: int = 1) -> float:
         """Seconds of a collective of ``size`` bytes of full tensors."""

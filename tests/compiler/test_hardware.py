@@ -13,9 +13,10 @@ from compiled_fsdp.buckets.layout import TensorSize
 from compiled_fsdp.buckets.spec import COALESCED, FLAT, SINGLE, Kind
 from compiled_fsdp.compiler.hardware import groups_of, hardware_of
 from compiled_fsdp.compiler.options import Options
+from compiled_fsdp.passes.channel import channel_of
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost import PROFILES
-from compiled_fsdp.passes.extract import channel_of, persistent_bytes
+from compiled_fsdp.passes.extract import persistent_bytes
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Tasks

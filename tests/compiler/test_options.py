@@ -59,6 +59,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("recheck_prefetched", 1, "must be True or False, but got 1"),
     ("kernels", "yes", "takes 'auto', True, False, but got 'yes'"),
     ("kernels", 1, "takes 'auto', True, False, but got 1"),
+    ("transport", "nvshmem", "takes 'backend', 'symm_mem', but got 'nvshmem'"),
     ("optimizer_bytes_per_element", "8", "must be a number of bytes >= 0, but got '8'"),
     ("optimizer_bytes_per_element", -1, "must be a number of bytes >= 0, but got -1"),
     ("optimizer_bytes_per_element", True, "must be a number of bytes >= 0, but got True"),

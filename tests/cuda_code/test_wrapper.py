@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from compiled_fsdp import fully_shard
 from compiled_fsdp.base import logs
 from compiled_fsdp.buckets.transport import ALL_GATHER_COALESCED, LAUNCHES, WAIT
-from compiled_fsdp.passes.cost import PROFILES
+from compiled_fsdp.passes.cost import PROFILES, CopyEngines
 from compiled_fsdp.passes.graph import calls, is_gather, is_launch, prims, spec_of, waits_of
 from compiled_fsdp.passes.views import memory_of
 from tests.harness import variants
@@ -70,6 +70,7 @@ class Case:
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 # Further tensors of a grouped call are free, so nothing is copied into flat buckets.
 GROUPED = replace(PROFILES["h100"], each=0.0)
+GROUPED_COPIES = replace(GROUPED, copy_engines=CopyEngines(latency=0.0))
 REPLAYED = {"inductor": {"triton.cudagraphs": True}}
 # torch's own passes, which move collectives and put them into buckets.
 TORCHS_OWN = {
@@ -89,6 +90,7 @@ CASES = {
         {"bucket": "parameter", "kernels": False}, shards={"reshard_after_forward": 4}
     ),
     "coalesced, bf16": Case({"hardware": GROUPED, "bucket": 100}, shards={"mp_policy": BF16}),
+    "symmetric memory": Case({"transport": "symm_mem"}),
     "offloaded": Case(shards=OFFLOADED),
     "offloaded parts in bf16": Case(shards=OFFLOADED | {"mp_policy": BF16}, model=Parts),
     "mode reduce-overhead": Case(mode="reduce-overhead", why_not="compiled_fsdp.pack_shards cannot be captured"),
@@ -114,6 +116,10 @@ CASES = {
     "CUDA graphs, bf16, module": Case(
         REPLAYED | {"kernels": False, "bucket": "module"}, shards={"mp_policy": BF16}, captures=(1, 1)
     ),
+    "symmetric memory, parts in bf16": Case({"transport": "symm_mem"}, model=Parts, shards={"mp_policy": BF16}),
+    "symmetric memory, replicas": Case({"transport": "symm_mem"}, replicas=True),
+    "symmetric memory, coalesced": Case({"transport": "symm_mem", "hardware": GROUPED_COPIES, "bucket": 100}),
+    "symmetric memory, CUDA graphs": Case({**REPLAYED, "kernels": False, "transport": "symm_mem"}, captures=(1, 1)),
     "CUDA graphs, offloaded": Case(REPLAYED | {"kernels": False}, shards=OFFLOADED, why_not="is not of the GPU alone"),
     "mode max-autotune": Case(mode="max-autotune", why_not="compiled_fsdp.pack_shards cannot be captured"),
     "mode reduce-overhead, parts": Case(mode="reduce-overhead", model=Parts, why_not="the forward has graph breaks"),

@@ -57,6 +57,7 @@ def generate(seed: int, modes: Sequence[str] = MODES, scripts: int = 1, ranks_di
     number = seed // scripts
     mode = modes[number % len(modes)]
     program = _Draw(str(number), mode).program()
+    program = _Draw(f"transport of {number}", mode).transport(program)
     program = _Draw(f"ranks of {number}", mode).other(program, ranks_differ)
     if scripts > 1:
         program = _Draw(f"script {seed}", mode).script(program)
@@ -159,6 +160,12 @@ class _Draw:
         if drawn.get("bucket") not in ('"module"', '"parameter"'):
             drawn.pop("prefetch", None)
         return tuple(drawn.items())
+
+    def transport(self, program: Program) -> Program:
+        """Return the program, perhaps with collectives over symmetric memory."""
+        if not self.chance(0.1):
+            return program
+        return dataclasses.replace(program, options=(*program.options, ("transport", '"symm_mem"')))
 
     def units(self, program: Program) -> list[str]:
         """Return the layers that are units of their own, as code."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from compiled_fsdp import compiled_autograd, explain, fully_shard as ours
+from tests.harness.symm_mem import symm_mem_from_now_on
 """
 
 DIVISOR = 3.0
@@ -157,6 +158,8 @@ def _compile(lines: Lines, program: Program) -> None:
         options["codegen"] = '"aot_eager"'
     given = "{" + ", ".join(f'"{key}": {value}' for key, value in options.items()) + "}"
     arguments = f'backend="{backend}", options={given}'
+    if "transport" in options:
+        lines.add("symm_mem_from_now_on()  # torch has kernels for GPUs only")
     if program.mode == "torch's aot_eager":
         arguments = 'backend="aot_eager"'
     dynamic = ", dynamic=True" if program.mode == "dynamic" else ""

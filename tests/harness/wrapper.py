@@ -17,6 +17,7 @@ LAUNCHES = {
     "all_gather_into_tensor_coalesced": "gather",
     "reduce_scatter_tensor": "reduce", "reduce_scatter_tensor_coalesced": "reduce", "all_to_all_single": "reduce",
     "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
+    "_low_contention_all_gather": "gather", "_low_contention_reduce_scatter": "reduce",
 }  # fmt: skip
 # Calls that run no kernel and read no values.
 SILENT = {"reinterpret_tensor", "clear"}

@@ -59,6 +59,7 @@ class Setting:
         checkpointing: for a named model: one of ``CHECKPOINTING``.
         budget: bytes on each rank; None for no limit.
         wire: the codecs of gathers and reductions, as ``wire_policy`` reads them.
+        transport: the option ``transport``.
         options: further options of the backend, for example ``(("bucket", "module"),)``.
     """
 
@@ -75,6 +76,7 @@ class Setting:
     checkpointing: str
     budget: float | None
     wire: str = "none"
+    transport: str = "backend"
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -273,6 +275,7 @@ def _name_of(setting: Setting) -> str:
 
 def _options(setting: Setting) -> dict[str, Any]:
     options: dict[str, Any] = {"hardware": setting.hardware, "kernels": not setting.hardware.host_computes}
+    options["transport"] = setting.transport
     options["optimizer_bytes_per_element"] = 2 * PRECISIONS[setting.precision].weights.itemsize
     if setting.budget is not None:
         options["memory_budget"] = setting.budget

@@ -150,6 +150,10 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
     "them: none,int8.",
 )  # fmt: skip
 @click.option(
+    "--transport", type=click.Choice(["backend", "symm_mem"]), default="backend", show_default=True,
+    help="What sends: NCCL, or copy engines inside a node.",
+)  # fmt: skip
+@click.option(
     "--json",
     "json_file",
     type=FILE,
@@ -165,7 +169,7 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
 def plan(
     model: str, inputs: str, world_size: Sequence[int], replicate: int, tensor_parallel: int, hardware: Hardware,
     batch: Sequence[int], seq: int, precision: str, reshard_after_forward: str, checkpointing: str,
-    budget: Sequence[float | None], wire: Sequence[str], json_file: Path | None, timeline: Path | None,
+    budget: Sequence[float | None], wire: Sequence[str], transport: str, json_file: Path | None, timeline: Path | None,
 ) -> None:  # fmt: skip
     """Plan a training step for ranks that you do not have: time, tokens per second, MFU, exposed communication, memory.
 
@@ -184,6 +188,7 @@ def plan(
         _reshard(reshard_after_forward),
         checkpointing,
         None,
+        transport=transport,
     )
     settings = [
         replace(

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
-from compiled_fsdp.passes.cost import PROFILES, Contention, Curve, Hardware, Wires, profile_of
+from compiled_fsdp.passes.cost import PROFILES, Contention, CopyEngines, Curve, Hardware, Wires, profile_of
 from compiled_fsdp.passes.cost.balance import balance
 from compiled_fsdp.passes.cost.compute import node_costs, total_seconds
 
@@ -307,3 +307,25 @@ def test_small_messages_take_the_quicker_protocol():
     # 8 nodes: 56 hops inside, which take longer there, and 7 between
     many = PROFILES["h100"].curve("gather", 64)
     assert many.quick == (pytest.approx(6.6e-6 + 56 * 1.8 * 0.6e-6 + 7 * 2.7e-6), pytest.approx(35e9 * 64 / 63))
+
+
+def test_gathers_by_copy_engines_cost_what_was_published():
+    """pytorch/pytorch#172714, on 8 H100s: a product of 8192 x 8192 matrices, and a gather of 64 MiB from each rank."""
+    h100, size = PROFILES["h100"], 8 * 64 * 2**20
+    nccl, copies = h100.curve("gather", 8).seconds(size), h100.curve_by_copies("gather", 8).seconds(size)
+    product = 2.96e-3 - nccl
+    for hardware, gather, published in ((h100, nccl, 2.02e-3), (h100.by_copies(), copies, 1.77e-3)):
+        slower = 1 + hardware.contention.product
+        assert gather + (product - gather / slower) == pytest.approx(published, rel=0.05)
+
+
+def test_costs_of_copy_engines_by_hand():
+    """Two copies of this rank's part, each read and written; a reduction reads all parts and writes their sum."""
+    plain = replace(PLAIN, copy_engines=CopyEngines(3e-6, 7e-6, Contention(0.5)))
+    gather, reduction = (plain.curve_by_copies(kind, 4) for kind in ("gather", "reduce"))
+    assert gather.seconds(1e6) == pytest.approx(3e-6 + 1e6 * (0.75 / 100e9 + 1 / 1e9))
+    assert reduction.seconds(1e6) == pytest.approx(3e-6 + 1e6 * (0.75 / 100e9 + 2.25 / 1e9))
+    assert gather.seconds(1e6, tensors=3) == pytest.approx(gather.seconds(1e6) + 2 * 3e-6)
+    assert plain.by_copies().contention == Contention(0.5)
+    assert plain.by_copies().host_collective == plain.host_collective + 7e-6
+    assert Hardware.from_json(plain.to_json()) == plain
