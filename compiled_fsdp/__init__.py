@@ -29,6 +29,10 @@ _PUBLIC = {
     "count_communication": "compiled_fsdp.base.traffic",
     "Options": "compiled_fsdp.compiler.options",
     "Hardware": "compiled_fsdp.passes.cost.hardware",
+    "Contention": "compiled_fsdp.passes.cost.hardware",
+    "CopyEngines": "compiled_fsdp.passes.cost.hardware",
+    "Wires": "compiled_fsdp.passes.cost.hardware",
+    "PROFILES": "compiled_fsdp.passes.cost.profiles",
     "measure_hardware": "compiled_fsdp.compiler.measure",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
@@ -57,10 +61,13 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "PROFILES",
     "Advice",
     "CPUOffloadPolicy",
     "CodecSavings",
     "CompiledFsdpError",
+    "Contention",
+    "CopyEngines",
     "Explanation",
     "FSDPModule",
     "GraphIsWrong",
@@ -82,6 +89,7 @@ __all__ = [
     "UnshardHandle",
     "Volume",
     "WirePolicy",
+    "Wires",
     "compiled_autograd",
     "count_communication",
     "explain",
@@ -115,7 +123,8 @@ if TYPE_CHECKING:
     from compiled_fsdp.frontend.fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from compiled_fsdp.frontend.fully_shard import fully_shard
     from compiled_fsdp.frontend.install import Installation, install
-    from compiled_fsdp.passes.cost.hardware import Hardware
+    from compiled_fsdp.passes.cost.hardware import Contention, CopyEngines, Hardware, Wires
+    from compiled_fsdp.passes.cost.profiles import PROFILES
     from compiled_fsdp.sharding.wire_policy import WirePolicy
     from compiled_fsdp.tools.advice import Advice
     from compiled_fsdp.tools.codec_savings import CodecSavings

@@ -7,6 +7,7 @@ author = "the compiled_fsdp authors"
 copyright = author
 version = release = compiled_fsdp.__version__
 
+# Without intersphinx, whose inventories come over the network: the site also builds where there is none.
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",

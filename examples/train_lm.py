@@ -43,9 +43,9 @@ EVAL_BATCHES = 16
 # The flags that decide the loss curve. A resumed run must have the same values, because others would change the curve.
 CURVE_FLAGS = ("steps", "batch", "accumulate", "seq_len", "dim", "layers", "bf16", "wire", "lr", "seed")
 WIRES = {
-    "exact": WirePolicy(),
-    "bf16": WirePolicy(gather="bfloat16", reduce="bfloat16"),
-    "fp8": WirePolicy(gather="float8_e4m3fn", reduce="bfloat16"),
+    "none": WirePolicy(),
+    "bfloat16": WirePolicy(gather="bfloat16", reduce="bfloat16"),
+    "float8_e4m3fn/bfloat16": WirePolicy(gather="float8_e4m3fn", reduce="bfloat16"),
     "int8": WirePolicy(gather="int8", reduce="int8"),
     "int8-feedback": WirePolicy(gather="int8", reduce="int8", error_feedback=True),
 }
@@ -77,7 +77,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--wire",
         choices=WIRES,
-        default="exact",
+        default="none",
         help="what travels between processes: parameters and gradients as they are, or encoded "
         "(docs/compressed-communication.md)",
     )

@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets.codec import RESIDUAL_ITEMSIZE
 from compiled_fsdp.buckets.kernels.layout import aligned
 from compiled_fsdp.buckets.layout import TensorSize
-from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.compat.graphs import hint
 from compiled_fsdp.passes.channel import channel_of
 from compiled_fsdp.passes.cost.compute import Cost, library_kernels, node_costs

@@ -126,6 +126,16 @@ def test_lines_are_short():
     assert not long
 
 
+def test_lines_of_code_are_seen_whole():
+    """The site shows about 92 columns of a block of code."""
+    blocks = {
+        page.name: re.findall(r"^```(?:python|py|sh)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        for page in PAGES
+    }
+    long = {f"{name}: {line}" for name, of in blocks.items() for line in "".join(of).splitlines() if len(line) > 92}
+    assert not long
+
+
 def anchors(page: Path) -> set[str]:
     """The names by which links reach a page's headings, as GitHub makes them."""
     headings = re.findall(

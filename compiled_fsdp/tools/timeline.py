@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from compiled_fsdp.base.plain_data import PlainData
 from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
 from compiled_fsdp.reporting.report import GraphReport
@@ -126,15 +127,17 @@ class Timeline(PlainData):
     """Graphs of a step, one after another."""
 
     graphs: tuple[GraphTimeline, ...]
+    # What was planned for, for a page's title: "h100".
+    hardware: str = ""
 
     @staticmethod
-    def of(graphs: Sequence[GraphTimeline]) -> Timeline:
+    def of(graphs: Sequence[GraphTimeline], hardware: str = "") -> Timeline:
         """Place graphs one after another: each begins at the end of the graph before it."""
         at, placed = 0.0, []
         for graph in graphs:
             placed.append(graph.after(at - graph.start_s))
             at += graph.duration_s
-        return Timeline(tuple(placed))
+        return Timeline(tuple(placed), hardware)
 
     @property
     def seconds(self) -> float:
@@ -145,8 +148,9 @@ class Timeline(PlainData):
 def timeline_of(reports: Sequence[GraphReport]) -> Timeline:
     """Make the timeline of a step: forwards in the order of compilation, then backwards in the reverse order.
 
-    All fragments of a forward are shown. Otherwise only the newest graph of each phase is shown, because older graphs
-    are for other sizes or modes. Inference graphs are left out if there is one whole forward graph.
+    All fragments of a forward are shown, once each, and the backward of "forward 1" is "backward 1". Otherwise only the
+    newest graph of each phase is shown, because older graphs are for other sizes or modes. Inference graphs are left
+    out if there is one whole forward graph.
 
     Raises:
         ValueError: no graph has collectives of compiled_fsdp.
@@ -156,14 +160,16 @@ def timeline_of(reports: Sequence[GraphReport]) -> Timeline:
         of_phase = [report for report in reports if report.phase == phase and report.simulation is not None]
         fragments = [report for report in of_phase if report.is_fragment]
         chosen = fragments or of_phase[-1:]
-        for number, report in enumerate(chosen if phase != "backward" else reversed(chosen)):
+        numbered = [*enumerate(chosen)]
+        for number, report in numbered if phase != "backward" else reversed(numbered):
             graph = of_report(report, phase if len(chosen) == 1 else f"{phase} {number}")
             found += [graph] if graph is not None else []
     if any(graph.name == "forward" for graph in found):
         found = [graph for graph in found if not graph.name.startswith("inference")]
     if not found:
         raise ValueError("timeline: nothing with collectives is compiled yet: call the compiled model once.")
-    return Timeline.of(found)
+    hardware = next((report.planned_for.name for report in reports if report.planned_for is not None), "")
+    return Timeline.of(found, hardware)
 
 
 # ---- from a plan -----------------------------------------------------------------------------------------------------
@@ -282,10 +288,10 @@ class _Drawing:
         for i, timing in enumerate(self.simulation.timings):
             members = tuple(self._member(task, timing.launch.kind) for task in self._members(i))
             kind = timing.launch.kind.value
-            stream = self.tasks.channels[self._members(i)[0].channel].stream
+            channel = self.tasks.channels[self._members(i)[0].channel]
             found.append(
                 Task(
-                    self._name(i), kind, _lane(stream), timing.start, timing.end - timing.start,
+                    self._name(i), kind, _lane(channel), timing.start, timing.end - timing.start,
                     sum(member.bytes for member in members), timing.issued, self.waits.get(i), timing.exposed,
                     min((m.first_use for m in members if m.first_use is not None), default=None),
                     max((m.last_use for m in members if m.last_use is not None), default=None),
@@ -318,6 +324,9 @@ class _Drawing:
         return found
 
 
-def _lane(stream: int) -> str:
-    """Name the lane of a stream, whose number is from ``stream_of`` in ``passes/channel.py``."""
-    return f"group {stream}" if stream >= 0 else f"group {-1 - stream}, reductions"
+def _lane(channel: CommChannel) -> str:
+    """Name the lane of a channel's stream, whose number is from ``stream_of`` in ``passes/channel.py``."""
+    stream, of_reductions = channel.stream, channel.stream < 0
+    group = -1 - stream if of_reductions else stream
+    number = f" {group + 1}" if group else ""
+    return f"network{number}, {channel.world} ranks" + ", reductions" * of_reductions

@@ -10,7 +10,7 @@ from typing import Any
 
 from compiled_fsdp.base.files import write_text
 from compiled_fsdp.tools.timeline import COMPUTE, GraphTimeline, Task, Timeline
-from compiled_fsdp.tools.words import size_unit
+from compiled_fsdp.tools.words import bucket_name, size_unit, why_not_earlier
 
 COLOURS = {COMPUTE: "#4c78a8", "gather": "#54a24b", "reduce": "#e45756"}
 OTHER = "#b279a2"  # every other collective, such as the model's own
@@ -65,7 +65,7 @@ def facts(graph: GraphTimeline, task: Task) -> dict[str, Any]:
     if task.wait_s is not None:
         known["waited for at ms"] = round(1e3 * task.wait_s, 6)
     if task.reason:
-        known["not earlier because"] = task.reason
+        known["not earlier because"] = why_not_earlier(task.reason, task.kind)
     return known
 
 
@@ -145,15 +145,38 @@ def page(timeline: Timeline, file: Path) -> None:
     figure.update_yaxes(autorange="reversed", row=1, col=1)
     figure.update_yaxes(title=f"{unit} on a rank", rangemode="tozero", row=2, col=1)
     figure.update_xaxes(title="ms", row=2, col=1)
-    write_text(file, figure.to_html(include_plotlyjs=True))
+    drawn = figure.to_html(include_plotlyjs=True)
+    write_text(file, drawn.replace("</body>", f"{_exposed(timeline)}</body>"))
+
+
+def _exposed(timeline: Timeline) -> str:
+    """A table of the collectives that compute waits for, the longest wait first; "" if there are none."""
+    tasks = [(graph, task) for graph in timeline.graphs for task in graph.tasks if task.exposed_s > 0]
+    tasks.sort(key=lambda of: -of[1].exposed_s)
+    cells = [
+        (
+            f"{task.kind} of {bucket_name([member.name for member in task.members]) or task.name}",
+            graph.name,
+            f"{1e3 * task.exposed_s:,.3f}",
+            why_not_earlier(task.reason, task.kind) if task.reason else "",
+        )
+        for graph, task in tasks
+    ]
+    lines = [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in cells]
+    head = "<tr><th>compute waits for</th><th>in</th><th>ms</th><th>because</th></tr>"
+    return (
+        f"<table style='font-family: sans-serif; margin-left: 60px; text-align: left; border-spacing: 16px 2px'>{head}{''.join(lines)}</table>"
+        if lines
+        else ""
+    )
 
 
 def heading(timeline: Timeline) -> str:
-    """Return a page's title: the names of the graphs, and their time."""
+    """Return a page's title: the names of the graphs, their time, and the hardware that they are planned for."""
     graphs = timeline.graphs
     names = ", ".join(graph.name for graph in graphs) if len(graphs) <= MOST_GRAPHS else f"{len(graphs)} graphs"
     end = max((task.end_s for graph in graphs for task in graph.measured), default=None)
-    planned = f"{1e3 * timeline.seconds:,.1f} ms"
+    planned = f"{1e3 * timeline.seconds:,.1f} ms" + (f" on {timeline.hardware}" if timeline.hardware else "")
     return f"{names}: {planned}" if end is None else f"{names}: planned {planned}, measured {1e3 * end:,.1f} ms"
 
 

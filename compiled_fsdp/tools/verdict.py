@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from compiled_fsdp.passes.plan.simulate import MemoryParts, memory_parts
 from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
-from compiled_fsdp.tools.words import bucket_name, megabytes, milliseconds, size_unit, wrapped
-
-_WHY = {
-    "data": {"gather": "needed at the start", "reduce": "complete at the end"},
-    "queue": {"gather": "behind other collectives", "reduce": "behind other collectives"},
-    "memory": {"gather": "no memory to launch it earlier", "reduce": "no memory to launch it earlier"},
-    "compute-limited": {"gather": "too little compute beside it", "reduce": "too little compute beside it"},
-}
+from compiled_fsdp.tools.words import bucket_name, megabytes, milliseconds, size_unit, why_not_earlier, wrapped
 
 
 def verdict(number: int, report: GraphReport, layers: int = 1, *, of_batch: bool = False) -> list[str]:
@@ -84,6 +77,4 @@ def short_name(collective: CollectiveReport) -> str:
 
 def why(collective: CollectiveReport) -> str:
     """Say in words why a collective does not start earlier."""
-    reason, _, where = collective.reason.partition("@")
-    text = _WHY[reason][collective.bucket.kind]
-    return f"{text} ({where})" if where else text
+    return why_not_earlier(collective.reason, collective.bucket.kind)

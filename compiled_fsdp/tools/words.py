@@ -89,3 +89,23 @@ def bucket_name(names: Sequence[str]) -> str:
     if module := common_module(names):
         return f"{module}.* ({len(names)})"
     return f"{names[0]} and {len(names) - 1} more"
+
+
+_WHY = {
+    "data": {"gather": "needed at the start", "reduce": "complete at the end"},
+    "queue": {"gather": "behind other collectives", "reduce": "behind other collectives"},
+    "memory": {"gather": "no memory to launch it earlier", "reduce": "no memory to launch it earlier"},
+    "compute-limited": {"gather": "too little compute beside it", "reduce": "too little compute beside it"},
+}
+
+
+def why_not_earlier(reason: str, kind: str) -> str:
+    """Say in words why a "gather" or "reduce" does not start earlier.
+
+    Args:
+        reason: as ``passes/plan/explain_plan.py`` gives it; perhaps with "@" and a place.
+        kind: the collective's kind.
+    """
+    reason, _, where = reason.partition("@")
+    text = _WHY[reason][kind]
+    return f"{text} ({where})" if where else text

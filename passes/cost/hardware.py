@@ -120,7 +120,7 @@ class Hardware:
 
     For example, to plan for H100s with a slower network between nodes::
 
-        from compiled_fsdp.passes.cost import PROFILES, Wires
+        from compiled_fsdp import PROFILES, Wires
         hardware = dataclasses.replace(PROFILES["h100"], between=Wires(hop=10e-6, bytes_per_second=100e9))
         model = torch.compile(model, backend="compiled_fsdp", options={"hardware": hardware})
 

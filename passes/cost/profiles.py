@@ -218,6 +218,7 @@ PROFILES = {
         A10G, A100, A100_PCIE, B200, B300, CPU, GB200, GH200, H100, H100_NVL, H100_PCIE, H200, L40S
     )
 }  # fmt: skip
+"""The built-in profiles of hardware, by name, for example ``PROFILES["h100"]``."""
 
 
 def profile_of(device_name: str) -> Hardware | None:

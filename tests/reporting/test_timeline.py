@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes.plan.simulate import simulate
-from compiled_fsdp.tools.timeline import COMPUTE, Timeline, of_plan
+from compiled_fsdp.tools.timeline import COMPUTE, Timeline, of_plan, timeline_of
 from compiled_fsdp.tools.timeline_files import heading, write
 from tests.harness import compiled, loss_of, shard, variants
 from tests.harness.fake import fake_group
@@ -83,6 +83,12 @@ def test_of_a_model(build):
     assert names == {read.name for graph in by_phase.values() for read in graph.reads} if build is small else names
 
 
+def test_graphs_between_graph_breaks_have_numbers():
+    """The backward of a graph has its number."""
+    timeline = timeline_of(2 * planned(broken).graphs)
+    assert [graph.name for graph in timeline.graphs] == ["forward 0", "forward 1", "backward 1", "backward 0"]
+
+
 def test_a_trace(tmp_path):
     explanation = planned()
     file = tmp_path / "step.json"
@@ -107,6 +113,11 @@ def test_a_page(tmp_path):
     for graph in timeline.graphs:
         for task in graph.tasks:
             assert task.members[0].name in text if task.members else True
+            assert (
+                task.exposed_s == 0
+                or f"<td>{1e3 * task.exposed_s:,.3f}</td>" in text.partition("compute waits for<")[2]
+            )
+    assert any(task.exposed_s for graph in timeline.graphs for task in graph.tasks)
 
 
 def measured_beside(timeline):
@@ -119,15 +130,17 @@ def measured_beside(timeline):
             for t in graph.tasks
         ]  # fmt: skip
         graphs.append(replace(graph, measured=tuple(tasks)))
-    return Timeline(tuple(graphs))
+    return Timeline(tuple(graphs), timeline.hardware)
 
 
 def test_headings():
     timeline = planned().timeline()
-    assert heading(timeline) == f"forward, backward: {1e3 * timeline.seconds:,.1f} ms"
+    assert heading(timeline) == f"forward, backward: {1e3 * timeline.seconds:,.1f} ms on {timeline.hardware}"
+    assert timeline.hardware
     both = measured_beside(timeline)
     end = max(task.end_s for graph in both.graphs for task in graph.measured)
-    assert heading(both).endswith(f": planned {1e3 * both.seconds:,.1f} ms, measured {1e3 * end:,.1f} ms")
+    planned_for = f"{1e3 * both.seconds:,.1f} ms on {both.hardware}"
+    assert heading(both).endswith(f": planned {planned_for}, measured {1e3 * end:,.1f} ms")
     assert heading(Timeline(5 * timeline.graphs)).startswith("10 graphs: ")
 
 

@@ -144,6 +144,7 @@ class Estimate:
         flops: of these tokens, without recomputation for checkpointing; None if they are not known.
         peak_flops: the device's peak, FLOP/s; None if it is not known.
         world_size: how many ranks there are.
+        hardware: the name of the hardware.
     """
 
     graphs: tuple[GraphEstimate, ...]
@@ -153,6 +154,7 @@ class Estimate:
     flops: float | None
     peak_flops: float | None
     world_size: int
+    hardware: str
 
     @property
     def step_s(self) -> float:
@@ -194,7 +196,7 @@ class Estimate:
 
     def timeline(self) -> Timeline:
         """Return the graphs in time."""
-        return Timeline.of([graph.timeline for graph in self.graphs])
+        return Timeline.of([graph.timeline for graph in self.graphs], self.hardware)
 
     def to_json(self) -> str:
         """Return JSON: the step's numbers, and ``graphs``, each with its ``tasks``."""
@@ -262,6 +264,7 @@ def estimate(setting: Setting) -> Estimate:
         flops,
         PEAK_FLOPS.get(setting.hardware.name),
         setting.world_size,
+        setting.hardware.name,
     )
 
 

@@ -25,8 +25,8 @@ def find(name: str) -> Hardware:
     Raises:
         click.BadParameter: there is no such profile, or the file holds no profile.
     """
-    if name in PROFILES:
-        return PROFILES[name]
+    if name.lower() in PROFILES:
+        return PROFILES[name.lower()]
     file = cached().get(name, Path(name))
     try:
         return Hardware.from_json(file.read_text())
@@ -45,7 +45,7 @@ def samples_of(name: str) -> tuple[Samples, ...]:
         click.BadParameter: the file of samples holds something else.
     """
     file = cached().get(name, Path(name)).with_suffix(SAMPLES)
-    if name in PROFILES or not file.exists():
+    if name.lower() in PROFILES or not file.exists():
         return ()
     try:
         return samples_from_json(file.read_text())
