@@ -162,13 +162,12 @@ def _exposed(timeline: Timeline) -> str:
         )
         for graph, task in tasks
     ]
-    lines = [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in cells]
+    if not cells:
+        return ""
     head = "<tr><th>compute waits for</th><th>in</th><th>ms</th><th>because</th></tr>"
-    return (
-        f"<table style='font-family: sans-serif; margin-left: 60px; text-align: left; border-spacing: 16px 2px'>{head}{''.join(lines)}</table>"
-        if lines
-        else ""
-    )
+    lines = [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in cells]
+    style = "font-family: sans-serif; margin-left: 60px; text-align: left; border-spacing: 16px 2px"
+    return f"<table style='{style}'>{head}{''.join(lines)}</table>"
 
 
 def heading(timeline: Timeline) -> str:
