@@ -2,7 +2,8 @@
 
 Each rank copies its shard, or its part for each other rank, through memory that all ranks of a node have mapped,
 between two barriers on the device. The copies occupy no multiprocessor, so torch calls the ops "low contention"
-(pytorch/pytorch#130583). They run on a stream of their own. Inductor keeps their inputs until the wait.
+(pytorch/pytorch#130583). They run on a stream of their own. Inductor keeps their inputs until the wait, if it knows them
+as collectives.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ def missing_kernel(device: torch.device) -> str:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
             return str(op.name())
     return ""
+
+
+def known_to_inductor() -> bool:
+    """Whether Inductor knows the ops as collectives: in torch 2.13, and not in torch 2.11."""
+    from torch._inductor.lowering import lowerings  # Inductor is imported when something is compiled
+
+    return ALL_GATHER in lowerings and REDUCE_SCATTER in lowerings
 
 
 def launch(op: Any, sent: Tensor, *args: Any) -> Tensor:

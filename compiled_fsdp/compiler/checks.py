@@ -9,7 +9,7 @@ import torch
 
 from compiled_fsdp.compat.compilers import check_inductor_options
 from compiled_fsdp.compat.modules import torch_fsdp_in_forward
-from compiled_fsdp.compat.symm_mem import missing_kernel
+from compiled_fsdp.compat.symm_mem import known_to_inductor, missing_kernel
 from compiled_fsdp.compiler.hardware import hardware_of, local_nodes, use_bucket_kernels
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
@@ -60,6 +60,11 @@ def _check_transport(options: Options, region: Region, hardware: Hardware, *, ru
             f"compiled_fsdp: option 'transport': 'symm_mem' needs GPUs: torch's {op} has no kernel for "
             f"{region.device_kind!r}. Leave the option at 'backend'. `explain(model, args)` and compiled-fsdp plan "
             "take it for GPUs that you do not have."
+        )
+    if runs and not known_to_inductor():
+        raise ValueError(
+            f"compiled_fsdp: option 'transport': 'symm_mem' needs torch 2.13 or later, because Inductor of torch "
+            f"{torch.__version__} does not know these collectives. Leave the option at 'backend'."
         )
     if runs and options.codegen == "aot_eager" and not region.on_cpu:
         raise ValueError(

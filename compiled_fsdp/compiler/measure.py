@@ -41,8 +41,9 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-_VERSION = 8  # of the method of measuring; a part of the cache's key
+_VERSION = 9  # of the method of measuring; a part of the cache's key
 _REPEATS = 3  # repeats of a measurement; the median counts
+_ROUNDS = 12  # comparisons of compute with and without collectives; the middle half counts
 _QUEUED = 4  # the least number of collectives that are launched one after another
 _MOST_QUEUED = 128
 # A network with a limited rate may carry so many bytes at full speed after a pause. Only later bytes count.
@@ -255,15 +256,16 @@ class _Stopwatch:
     def seconds(self, run: Callable[[], Any], repeats: int = _REPEATS) -> float:
         """Return the median time of ``run()`` in seconds, on the slowest rank."""
         run()
-        times = []
-        for _ in range(repeats):
-            self._settle()
-            start = time.perf_counter()
-            run()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return self._slowest(statistics.median(times))
+        return self._slowest(statistics.median(self._once(run) for _ in range(repeats)))
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        """Return the time of ``run()`` in seconds, on this rank."""
+        self._settle()
+        start = time.perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
 
     def _settle(self) -> None:
         if self.device.type == "cuda":
@@ -314,27 +316,31 @@ class _Stopwatch:
         while True:
             slowed, done = self._beside(compute, size, count)
             if done > slowed + seconds / 2 or 2 * count > _MOST_BESIDE:
-                gathers = self.seconds(partial(gather, size, count))
-                return contention(alone, slowed), contention_of_collectives(gathers, slowed, done)
+                break
             count *= 2  # the gathers ended before compute: a network may carry the first ones quicker
+        rounds = []
+        for _ in range(_ROUNDS):  # in turn, because a machine's speed changes
+            beside = self._beside(compute, size, count)
+            others = (self._slowest(self._once(run)) for run in (compute, partial(gather, size, count)))
+            rounds.append((*beside, *others))
+        slowed, done, alone, gathers = map(middle, zip(*rounds, strict=True))
+        share = middle([slow / quick for slow, _, quick, _ in rounds])
+        return contention(1.0, share), contention_of_collectives(gathers, slowed, done)
 
     def _beside(self, compute: Callable[[], Any], size: int, count: int) -> tuple[float, float]:
-        """Return the median seconds until compute beside ``count`` gathers is done, and until the gathers are done."""
-        slowed, done = [], []
-        for _ in range(2 * _REPEATS - 1):
-            self._settle()
-            pending = [self._launch_gather(self.shards, size) for _ in range(count)]
-            start = time.perf_counter()
-            compute()
-            if self.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-            slowed.append(self._slowest(time.perf_counter() - start))
-            for bucket in pending:
-                transport.wait(bucket)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            done.append(self._slowest(time.perf_counter() - start))
-        return statistics.median(slowed), statistics.median(done)
+        """Return the seconds until compute beside ``count`` gathers is done, and until the gathers are done."""
+        self._settle()
+        pending = [self._launch_gather(self.shards, size) for _ in range(count)]
+        start = time.perf_counter()
+        compute()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        slowed = time.perf_counter() - start
+        for bucket in pending:
+            transport.wait(bucket)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self._slowest(slowed), self._slowest(time.perf_counter() - start)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
     def _launch_gather(self, group: dist.ProcessGroup, size: int) -> torch.Tensor:
@@ -400,6 +406,12 @@ class _Stopwatch:
 def off_by(samples: Samples) -> float:
     """Return the median distance of measured times from their curve, as a share of the curve's time."""
     return statistics.median(map(abs, samples.residuals(fit(samples.sizes, samples.seconds))))
+
+
+def middle(values: Sequence[float]) -> float:
+    """Return the mean of the middle half of some values: steadier than their median, and no outlier counts."""
+    ordered, cut = sorted(values), len(values) // 4
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
 def gathers_beside(compute: float, gather: float) -> int:

@@ -163,11 +163,13 @@ def test_contention_is_of_compute_that_has_gathers_beside_it_all_the_time(share,
 
     monkeypatch.setattr(measure._Stopwatch, "_beside", beside)
     monkeypatch.setattr(measure._Stopwatch, "seconds", lambda self, run, repeats=3: 1.0)
+    monkeypatch.setattr(measure._Stopwatch, "_once", lambda self, run: 1.0)
     with fake_group(2):
         stopwatch = measure._Stopwatch(init_device_mesh("cpu", (2,)), torch.device("cpu"), None)
         assert stopwatch._slow_each_other(lambda: None)[0] == pytest.approx(share)
     assert counts == sorted(counts)
     assert counts[-1] >= 40
+    assert measure.middle([3.0, 1.0, 2.0, 100.0, 2.5, 0.0, 1.5, 4.0]) == 2.25
     assert 0 == contention(1.0, 0.9) < contention(1.0, 1.5) < contention(1.0, 1e9) < 10
 
 

@@ -15,6 +15,7 @@ from tests.harness.models import broken, small
 from tests.harness.ours import collectives_of
 from tests.harness.symm_mem import symm_mem_on_cpus
 
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="Inductor does not know the ops")
 OPS = {"_low_contention_all_gather", "_low_contention_reduce_scatter"}
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 CASES = {

@@ -153,6 +153,8 @@ def test_wrapper(name, caplog):
     case = CASES[name]
     if torch.__version__ < "2.12" and (case.mode or "").startswith("max-autotune") and case.model is Blocks:
         pytest.skip("this torch chooses among kernels for a sum of two products by running them")
+    if torch.__version__ < "2.13" and "transport" in case.options:
+        pytest.skip("Inductor does not know the ops")
     codes = codes_of(case)
     warnings = [line.message for line in caplog.records if line.message.startswith("no CUDA graphs")]
     assert len(warnings) == bool(case.why_not), warnings

@@ -6,6 +6,8 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
+import torch
+
 from tests.fuzz.layers import ALONE, KINDS, NO_GRADIENTS, TOGGLES, WRITE_TO_BUFFERS
 from tests.fuzz.program import MODES, OTHERS, Layer, Program, Step
 from tests.fuzz.source import DIVISOR
@@ -163,7 +165,7 @@ class _Draw:
 
     def transport(self, program: Program) -> Program:
         """Return the program, perhaps with collectives over symmetric memory."""
-        if not self.chance(0.1):
+        if not self.chance(0.1) or torch.__version__ < "2.13":
             return program
         return dataclasses.replace(program, options=(*program.options, ("transport", '"symm_mem"')))
 
