@@ -233,13 +233,17 @@ def _shares(intervals: Sequence[tuple[float, float]], weights: Sequence[int]) ->
 
 
 def _curve_of(bucket: BucketRun) -> str | None:
-    """The attribute of ``Hardware`` with the curves of such collectives; None for questions and broadcasts."""
+    """The attribute of ``Hardware`` with the curves of such collectives; None if there is none.
+
+    That is so for questions, broadcasts, and collectives by copy engines.
+    """
     if bucket.of.kind == "all_reduce":
         return "all_reduce"
     if bucket.of.kind not in ("gather", "reduce"):
         return None
-    transport = bucket.planned.bucket.transport if bucket.planned is not None else ""
-    return TRANSPORTS[transport or Kind(bucket.of.kind).usual_transport].curve
+    name = bucket.planned.bucket.transport if bucket.planned is not None else ""
+    transport = TRANSPORTS[name or Kind(bucket.of.kind).usual_transport]
+    return None if transport.copy_engines else transport.curve
 
 
 def fitted(curve: Curve, points: Sequence[_Point]) -> Curve:

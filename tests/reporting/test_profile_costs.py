@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import TestCase, mock
 
 import pytest
@@ -21,7 +22,7 @@ from compiled_fsdp.compat.profiling import ProfiledEvent, profiled_events
 from compiled_fsdp.compiler.hardware import log
 from compiled_fsdp.passes.cost import PROFILES, Contention, Curve, Hardware
 from compiled_fsdp.passes.cost.compute import LibraryKernel, library_kernels, node_costs
-from compiled_fsdp.tools.profile_costs import _computing, _Point, _shares, _with_rates, _without, fitted
+from compiled_fsdp.tools.profile_costs import _computing, _curve_of, _Point, _shares, _with_rates, _without, fitted
 from compiled_fsdp.tools.profile_kernels import kernel_calls
 from compiled_fsdp.tools.profile_recorder import ProfileError, Run, Span
 from compiled_fsdp.tools.profile_steps import Step
@@ -119,6 +120,21 @@ def test_any_collectives_give_a_curve(points):
     found = fitted(CURVE, [_Point(*point) for point in points])
     assert found.latency > 0
     assert found.bytes_per_second > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "curve"),
+    [
+        ("gather", "", "gather"), ("reduce", "all_to_all", "alltoall"), ("all_reduce", "", "all_reduce"),
+        ("reduce", "symm_mem_reduce_scatter", None), ("question", "", None),
+    ],
+)  # fmt: skip
+def test_the_curve_that_a_collective_tells_about(kind, transport, curve):
+    """Copy engines have costs of their own, which no profile measures."""
+    bucket = SimpleNamespace(
+        of=SimpleNamespace(kind=kind), planned=SimpleNamespace(bucket=SimpleNamespace(transport=transport))
+    )
+    assert _curve_of(bucket) == curve
 
 
 def test_rates_follow_from_the_kernels_that_were_planned_by_rates():
