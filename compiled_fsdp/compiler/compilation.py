@@ -1,6 +1,7 @@
 """Turn one Dynamo graph into code: agree on plans, mark and cut the joint graph, run the passes.
 
-    find_region -> AOTAutograd's joint graph -> reshard -> cut -> bucket, schedule, lower, verify -> Inductor
+    find_region -> AOTAutograd's joint graph -> reshard -> cut
+                -> arrange, plan, bucket, schedule, lower, verify -> Inductor
 
 Both code generators call ``Compilation.partition`` to cut the joint graph, and ``Compilation.rewrite`` to run the
 passes on each graph. Neither calls a collective: ranks agree through ``ranks/agreement.py``.

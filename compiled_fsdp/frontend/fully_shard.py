@@ -33,11 +33,12 @@ from compiled_fsdp.frontend.gradient_methods import units_of
 from compiled_fsdp.frontend.optimizer_hooks import sharded_from, watch_optimizers
 from compiled_fsdp.frontend.parametrize import change_class
 from compiled_fsdp.frontend.pipelining import answer_as_fsdp2, expect_fsdps_mark
-from compiled_fsdp.frontend.refresh import give_gate, refresh
+from compiled_fsdp.frontend.refresh import refresh
 from compiled_fsdp.frontend.undo import remember
 from compiled_fsdp.frontend.unshard import reshard_owned
 from compiled_fsdp.frontend.unused_inputs import why_unused
 from compiled_fsdp.ranks.liveness import sign_in
+from compiled_fsdp.runtime.gate import give_gate
 from compiled_fsdp.sharding.extension import HookArguments
 from compiled_fsdp.sharding.full_mesh import full_mesh_of
 from compiled_fsdp.sharding.mesh import broadcast_states, check_mesh, check_reshard_after_forward, device_of

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.compat.autograd import address_of, grad_dtype_set_on, local_of, set_local, storage_id
-from compiled_fsdp.compat.dynamo import mark_static, never_compiled
+from compiled_fsdp.compat.dynamo import never_compiled
 from compiled_fsdp.frontend.read import ParameterReads, stored
 from compiled_fsdp.runtime.context import RUNTIME
-from compiled_fsdp.runtime.gate import make_gate
+from compiled_fsdp.runtime.gate import give_gate
 from compiled_fsdp.sharding.extension import is_wrapped
 from compiled_fsdp.state.equal_hooks import share_hooks
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -121,20 +121,6 @@ def _restore_grad_dtype(parameter: ShardedParameter) -> None:
     """
     if parameter.grad_dtype_set is not None and grad_dtype_set_on(parameter.param) is None:
         parameter.param.grad_dtype = parameter.grad_dtype_set[0]
-
-
-def give_gate(parameter: ShardedParameter, unit: Unit) -> None:
-    """Make the gate of a parameter whose shard is new, and mark its tensors' shapes as static.
-
-    Without the mark Dynamo would make them symbolic as soon as it sees a layer of another width.
-    """
-    make_gate(parameter)
-    parameter.active_gate = parameter.grads.gate_for(unit.accumulation.sync)
-    parameter.show()
-    local = local_of(parameter.param)
-    parts = parameter.held_tensors() if parameter.wrapped else [local]
-    for tensor in (parameter.param, *parts, parameter.shard):
-        mark_static(tensor)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

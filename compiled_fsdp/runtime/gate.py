@@ -33,13 +33,21 @@ import torch
 
 from compiled_fsdp.buckets.effects import accumulate_grad, end_backward
 from compiled_fsdp.buckets.reduction import GradSync
-from compiled_fsdp.compat.autograd import backward_id, running_node, sequence_number, set_local, set_sequence_number
+from compiled_fsdp.compat.autograd import (
+    backward_id,
+    local_of,
+    running_node,
+    sequence_number,
+    set_local,
+    set_sequence_number,
+)
 from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs, in_compiled_autograd
 from compiled_fsdp.compat.dynamo import compiling_is_on, mark_static
 from compiled_fsdp.compat.graphs import fake_mode_is_active
 from compiled_fsdp.runtime.accumulate_grad import hooks_run, references_of_sole_owner
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.unit import Unit
 
 # For the dtype _LEAF the leaf, for other dtypes casts of it. The leaf gets no gradient, because gates return None.
 _anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -76,7 +84,21 @@ def _all_gates_have_run(grad: torch.Tensor | None) -> torch.Tensor | None:
     return None if grad is None else end_backward(grad)
 
 
-def make_gate(parameter: ShardedParameter) -> None:
+def give_gate(parameter: ShardedParameter, unit: Unit) -> None:
+    """Make the gate of a parameter whose shard is new, and mark its tensors' shapes as static.
+
+    Without the mark Dynamo would make them symbolic as soon as it sees a layer of another width.
+    """
+    _make_gate(parameter)
+    parameter.active_gate = parameter.grads.gate_for(unit.accumulation.sync)
+    parameter.show()
+    local = local_of(parameter.param)
+    parts = parameter.held_tensors() if parameter.wrapped else [local]
+    for tensor in (parameter.param, *parts, parameter.shard):
+        mark_static(tensor)
+
+
+def _make_gate(parameter: ShardedParameter) -> None:
     """Give a parameter a gate that fits its shard, and new gates for pending gradients if it has such gates."""
     grads, shard = parameter.grads, parameter.shard
     grads.gate = _new_gate(parameter, shard.shape, parameter.gate_dtype) if parameter.may_train else None
