@@ -2,8 +2,8 @@
 
 Each rank copies its shard, or its part for each other rank, through memory that all ranks of a node have mapped,
 between two barriers on the device. The copies occupy no multiprocessor, so torch calls the ops "low contention"
-(pytorch/pytorch#130583). They run on a stream of their own. Inductor keeps their inputs until the wait, if it knows them
-as collectives.
+(pytorch/pytorch#130583). They run on a stream of their own. Inductor keeps their inputs until the wait, if it knows
+them as collectives.
 """
 
 from __future__ import annotations

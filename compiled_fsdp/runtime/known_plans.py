@@ -116,8 +116,9 @@ class KnownPlans:
         largest = max(found, key=lambda bound: len(bound.read_of))
         begun = self.begun()
         last = largest.forwards[0 if largest.forwards[1] is begun else 1]
-        order = [bound for bound in last if bound in found]
-        number = sum(bound in found for bound in begun)
+        by_region = {bound.region: bound for bound in found}  # code may have begun a plan that was learned again since
+        order = [by_region[bound.region] for bound in last if bound.region in by_region]
+        number = sum(bound.region in by_region for bound in begun)
         return order[number] if number < len(order) else largest
 
     def for_backward(

@@ -1,15 +1,16 @@
 """Several plans of one forward begin with the same layer: which of them code is for follows from their order."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import compiled_autograd, fully_shard
 from compiled_fsdp.runtime.context import RUNTIME
-from tests.harness import compiled, distributed
+from tests.harness import compiled, distributed, variants
 
 
 class Again(nn.Module):
@@ -90,3 +91,32 @@ def test_a_plan_that_was_made_when_other_parameters_were_frozen(rank, world_size
                 torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2, msg=f"step {step}")
         model.zero_grad()
         reference.zero_grad()
+
+
+@pytest.mark.parametrize("compiled_backward", variants([False, True], True))
+@distributed(world_size=2, reset=True)
+def test_a_plan_that_was_learned_again_keeps_its_place(rank, world_size, compiled_backward):
+    """Code goes on with the plan that it had. A rank that then compiles for another batch size knows the order."""
+    torch.manual_seed(7)
+    model = Again()
+    model.layer.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    fully_shard(model.layer, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    run, optimizers = compiled(model), [torch.optim.SGD(of.parameters(), lr=0.1) for of in (model, reference)]
+    for number, sizes in enumerate([[(1, 5)] * 3, [(5, 5)] * 2, [(2, 2)]]):
+        model.set_reshard_after_backward(number == 0)
+        for micro, size in enumerate(sizes):
+            x = torch.randn(size[rank], 4)
+            model.set_requires_gradient_sync(number > 0 or micro == 2)
+            loss = run(x, False).square().mean()
+            with compiled_autograd(codegen="aot_eager") if compiled_backward else nullcontext():
+                loss.backward()
+            reference(x, False).square().mean().backward()
+        for param, expected in zip(model.head.parameters(), reference.head.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            expected.grad /= 2
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
