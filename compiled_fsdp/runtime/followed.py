@@ -82,11 +82,6 @@ class BoundPlan:
         """Whether all parameters still exist."""
         return all(reference() is not None for reference in self._parameters)
 
-    @property
-    def region(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """The region that the plan is of, with its parameters: equal if a plan was learned twice."""
-        return self.plan.signature, tuple(self.read_of)
-
     def holds(self, params: set[int]) -> bool:
         """Whether the plan has one of the DTensors with these ids."""
         return any((parameter := ref()) is not None and id(parameter.param) in params for ref in self._parameters)

@@ -116,9 +116,9 @@ class KnownPlans:
         largest = max(found, key=lambda bound: len(bound.read_of))
         begun = self.begun()
         last = largest.forwards[0 if largest.forwards[1] is begun else 1]
-        by_region = {bound.region: bound for bound in found}  # code may have begun a plan that was learned again since
-        order = [by_region[bound.region] for bound in last if bound.region in by_region]
-        number = sum(bound.region in by_region for bound in begun)
+        by_region = {_region_of(bound): bound for bound in found}  # a plan may have been learned again since it began
+        order = [by_region[region] for region in map(_region_of, last) if region in by_region]
+        number = sum(_region_of(bound) in by_region for bound in begun)
         return order[number] if number < len(order) else largest
 
     def for_backward(
@@ -175,6 +175,11 @@ class KnownPlans:
     def _all(self, kind: str) -> Iterator[BoundPlan]:
         for known in self._of_unit.values():
             yield from (bound for bound in known if bound.kind == kind and bound.is_alive)
+
+
+def _region_of(bound: BoundPlan) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The region that a plan is of, with its parameters: equal if a plan was learned twice."""
+    return bound.plan.signature, tuple(bound.read_of)
 
 
 def parameters_named(names: Sequence[str], near: Sequence[ShardedParameter]) -> list[ShardedParameter]:
