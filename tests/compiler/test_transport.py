@@ -1,7 +1,10 @@
 """The option ``transport="symm_mem"``: results, errors and plans. Kernels for CPUs stand in for those of GPUs."""
 
+from collections import Counter
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -43,6 +46,22 @@ def test_results_are_fsdp2s(rank, world_size, name):
     assert {op.split()[0] for op in launched} == OPS
     for graph in explain(model).graphs:
         assert {planned.transport for planned in graph.plan.launches} <= {"symm_mem_" + op[16:] for op in OPS}
+
+
+@distributed(world_size=2)
+def test_a_rank_that_follows_launches_the_same_collectives(rank, world_size):
+    """Its graph breaks. Gloo would not tell the backend's collectives from those that stand in; GPUs would hang."""
+    with symm_mem_on_cpus():
+        run = compiled(
+            shard((small, broken)[rank](blocks=2), compiled_fsdp.fully_shard), transport="symm_mem", hardware="h100"
+        )
+        record = train(run)
+        launched = Counter(op.split()[0] for op in collectives_of(lambda: forward_backward(run, 0), "symm_mem::"))
+    assert_same(record, fsdp2_record(small(blocks=2)))
+    everyone: list[object] = [None] * world_size
+    dist.all_gather_object(everyone, launched)
+    assert everyone[0] == everyone[1]
+    assert launched.keys() == OPS
 
 
 @pytest.mark.more
