@@ -75,10 +75,10 @@ def measure_hardware(
 
     Every rank of the mesh must call it, before training and outside of compiled code. Later compiles with
     ``hardware="auto"`` (the default) plan with the result. Rates are those of the slowest rank. The first call takes
-    about half a minute. The result is cached in ``$COMPILED_FSDP_CACHE_DIR`` (by default ``~/.cache/compiled_fsdp``), by hosts,
-    devices, threads, backend, torch version and whether float32 is computed in TF32. It is not cached, and a warning
-    says so, if times do not fit a curve in several tries, because something else is running. The first rank decides
-    whether the cache is used.
+    about half a minute. The result is cached in ``$COMPILED_FSDP_CACHE_DIR`` (by default ``~/.cache/compiled_fsdp``),
+    by hosts, devices, threads, backend, torch version and whether float32 is computed in TF32. It is not cached, and a
+    warning says so, if times do not fit a curve in several tries, because something else is running. The first rank
+    decides whether the cache is used.
 
     Ranks with the same ``RANK // LOCAL_WORLD_SIZE`` are on one node (torchrun sets both). A group's measurement is used
     for all groups of as many ranks on as many nodes.
