@@ -49,9 +49,9 @@ def free_endpoint() -> tuple[str, str]:
 
 def test_torchrun(tmp_path):
     """Two launches of one rank each, by the page's command: the losses of one launch of two."""
-    on_eight = recipe("With torchrun", page=PAGE)
+    on_eight = recipe("With torchrun", page=PAGE).replace("\\\n", " ")
     assert on_eight.count("--nproc-per-node 8") == on_eight.count("HOST:29500") == on_eight.count("/shared/run") == 1
-    rendezvous = re.search(r"--rdzv-backend .* --rdzv-id 1", on_eight)
+    rendezvous = re.search(r"--rdzv-id 1 .* --rdzv-endpoint HOST:29500", on_eight)
     (static,) = re.findall(r"`(--node-rank 0 .*?)`", (ROOT / "docs" / PAGE).read_text().replace("\n  ", " "))
 
     def command(folder: str, ranks: int, meeting: str, machines: int = 2) -> str:
