@@ -71,7 +71,7 @@ class BlockHandle:
         if torch.compiler.is_compiling():  # compiled autograd: a read like any other
             if self.parameters[index].wrapped:
                 return gather_in_graph(self.parameters[index], False)
-            return calls.unshard(self.parameters[index], False, self.unit.post_forward_world_size)
+            return calls.unshard(self.parameters[index], False, 0)  # 0: eager code leaves no pieces for fewer ranks
         return self._gathered_again(index)
 
     @never_compiled

@@ -485,6 +485,49 @@ def test_two_forwards_before_a_backward_that_gathers_over_a_part_of_the_ranks(ra
     assert_same(found, train(fsdp2(broken(), reshard_after_forward=2), functools.partial(step, False)), rtol=1e-6)
 
 
+class Part(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 8 * width).view(8, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).tanh()
+
+
+class Parts(nn.Module):
+    """A model of three layers, all of which are compiled, or only one. The last two may share a weight."""
+
+    def __init__(self, ties: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Part(8), Part(8), Part(8 if ties else 11)
+        if ties:
+            self.third.weight = self.second.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("ties", variants([False, True], False))
+@distributed(world_size=4)
+def test_parameters_that_eager_code_reads_are_gathered_over_all_ranks(rank, world_size, ties):
+    """Eager code leaves no pieces for a backward over two ranks. The plan for a graph that does is not followed."""
+
+    def step(context, run, index):
+        loss = run(torch.arange(8.0).view(1, 8).sin() + rank + index).square().mean()
+        with context():
+            loss.backward()
+        return loss.detach()
+
+    expected = Parts(ties)
+    torch_fully_shard(expected, reshard_after_forward=2)
+    expected = train(expected, functools.partial(step, contextlib.nullcontext))
+    options = {"codegen": "aot_eager", "bucket": 25}
+    for name in ("", "second", "third"):
+        model = fully_shard(Parts(ties), reshard_after_forward=2)
+        model.get_submodule(name).compile(backend="compiled_fsdp", options=options)
+        assert_same(train(model, functools.partial(step, lambda: compiled_autograd(**options))), expected, rtol=1e-6)
+
+
 class DecidesInside(nn.Sequential):
     """A layer that a reentrant checkpoint runs uncompiled, because a value decides in it."""
 
