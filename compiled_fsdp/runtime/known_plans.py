@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
 from compiled_fsdp.buckets.spec import Kind
@@ -20,6 +21,14 @@ from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit
 
 
+class _Code(NamedTuple):
+    """Compiled code: its kind, the names of the parameters that it reads, and its collectives by phase."""
+
+    kind: str
+    names: tuple[str, ...]
+    buckets: tuple[tuple[str, tuple[AgreedBucket, ...]], ...]
+
+
 class KnownPlans:
     """The plans of all living models, by the unit that is read first."""
 
@@ -30,9 +39,9 @@ class KnownPlans:
         self._begun: list[BoundPlan] = []
         self._of_unit: weakref.WeakKeyDictionary[Unit, list[BoundPlan]] = weakref.WeakKeyDictionary()
         self._roots: weakref.WeakSet[Unit] = weakref.WeakSet()
-        # Compiled code: its kind and the names of the parameters that it reads. The key says whether the code trains,
-        # and names all parameters of its model, because equal models share code, which outlives its model.
-        self._codes: dict[tuple[bool, tuple[str, ...]], set[tuple[str, tuple[str, ...]]]] = {}
+        # Compiled code. The key says whether the code trains, and names all parameters of its model, because equal
+        # models share code, which outlives its model.
+        self._codes: dict[tuple[bool, tuple[str, ...]], set[_Code]] = {}
 
     def learn(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan:
         """Note that all ranks have agreed on ``plan`` for these parameters, which are in the order of its reads."""
@@ -47,20 +56,22 @@ class KnownPlans:
         is_new = root not in self._roots
         self._roots.add(root)
         if not plan.on_demand and kind != "backward":
-            self._note_code(root, is_new, plan.signature[1], [parameter.name for parameter in parameters])
+            self._note_code(root, is_new, plan, [parameter.name for parameter in parameters])
         return bound
 
-    def _note_code(self, root: Unit, is_new: bool, kind: str, names: Sequence[str]) -> None:
-        """Note compiled code of a kind for the parameters with these names.
+    def _note_code(self, root: Unit, is_new: bool, plan: AgreedPlan, names: Sequence[str]) -> None:
+        """Note compiled code with a plan for the parameters with these names.
 
         If there are several codes for the same parameters, ranks might choose different ones for the next equal model.
         So new models share none of them (``registry.begin_generation``).
         """
         model = tuple(parameter.name for unit in root.tree_units() for parameter in unit.parameters)
-        known, code = self._codes.setdefault(("inference" not in kind, model), set()), (kind, tuple(names))
+        kind = plan.signature[1]
+        known = self._codes.setdefault(("inference" not in kind, model), set())
+        code = _Code(kind, tuple(names), tuple(plan.buckets.items()))
         is_new |= code not in known
         known.add(code)
-        if is_new and not all(set(names).isdisjoint(others) for _, others in known - {code}):
+        if is_new and not all(set(names).isdisjoint(other.names) for other in known - {code}):
             registry.begin_generation(self.has_any_of)
 
     def forget_codes(self) -> None:

@@ -120,3 +120,39 @@ def test_a_plan_that_was_learned_again_keeps_its_place(rank, world_size, compile
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Tied(nn.Module):
+    """Two graphs read one weight alone. The first one's backward needs no gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens).tanh()
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+@distributed(world_size=2, reset=True)
+def test_equal_models_share_no_code_for_two_plans_of_equal_reads(rank, world_size):
+    """The last model's first graph has code on rank 1, which took symbolic sizes; rank 0's was for a batch of one."""
+    for reduces, sizes in ((False, [(2, 2), (3, 3)]), (True, [(1, 2), (2, 2)]), (True, [(5, 5)])):
+        torch.manual_seed(7)
+        model = Tied()
+        reference = copy.deepcopy(model)
+        fully_shard(model, reshard_after_forward=True)
+        model.set_requires_gradient_sync(reduces)
+        run = compiled(model)
+        for size in sizes:
+            tokens = torch.randint(11, (size[rank], 4))
+            loss = run(tokens).square().mean()
+            with compiled_autograd(codegen="aot_eager"):
+                loss.backward()
+            if reduces:
+                expected = torch.autograd.grad(reference(tokens).square().mean(), reference.head.weight)[0]
+                dist.all_reduce(expected)
+                torch.testing.assert_close(model.head.weight.grad.full_tensor(), expected / 2)
+                model.zero_grad()
