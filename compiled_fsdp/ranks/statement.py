@@ -180,7 +180,13 @@ def _other_codes(rank: int, other: int, statement: Statement) -> str:
 
 def other_regions(rank: int, mine: str, theirs: str, other: int) -> str:
     """The text of the error for two ranks whose statements do not fit together."""
-    return (
+    text = (
         f"compiled_fsdp: ranks compile different regions. Rank {rank} of the group has: {mine}; rank {other} has: "
         f"{theirs}. Every rank must run the same sharded model with the same options."
     )
+    if mine.replace(", resharded,", ", kept,") == theirs.replace(", resharded,", ", kept,"):
+        text += (
+            " Under compiled_autograd(), a layer has to be in a checkpoint on all ranks or on none. If it cannot, run "
+            "the backward without compiled_autograd()."
+        )
+    return text

@@ -180,6 +180,8 @@ class Judge:
         for pattern, why in REFUSALS.items():
             if re.search(pattern, ours.text):
                 return Verdict(Kind.REFUSED, why)
+        if "in a checkpoint on all ranks or on none" in ours.text and any(step.odd >= 0 for step in program.steps):
+            return Verdict(Kind.REFUSED, "under compiled autograd, a checkpoint on some ranks only")
         if program.mode == "torch's aot_eager" and "non-empty donated buffers" in ours.text:
             return Verdict(Kind.TORCH, ours.about)  # its first backward did not retain the graph, a later one does
         if program.mode == "dynamic" and program.mesh == "TP" and "RecursionError" in ours.about:

@@ -13,6 +13,7 @@ from tests.fuzz.source_model import Lines, add_model
 
 IMPORTS = """import contextlib, copy, enum, os, tempfile
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch.nn as nn, torch.nn.functional as F
+from torch._dynamo.compiled_autograd import _enable
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard as fsdp2
@@ -305,10 +306,10 @@ def _backward(lines: Lines, program: Program, backward: str) -> None:
         lines.add(backward)
         return
     given = "".join(f", {key}={value}" for key, value in program.options)
-    lines.add(
-        f'with compiled_autograd(codegen="aot_eager"{given}) if way == "ours" else contextlib.nullcontext():\n'
-        f"    {backward}"
-    )
+    contexts = f'compiled_autograd(codegen="aot_eager"{given}) if way == "ours" else '
+    if "torch" in lines.ways:
+        contexts += '_enable(torch.compile(backend="aot_eager")) if way in ("torch", "partitioned") else '
+    lines.add(f"with {contexts}contextlib.nullcontext():\n    {backward}")
 
 
 def _failing(lines: Lines, program: Program, number: int, step: Step, sizes: str) -> None:

@@ -70,6 +70,10 @@ def test_who_leads(statements, leader):
         ([ran("ab"), ran("cd"), says("ab")], "Rank 1 .*; rank 0 has: "),
         ([ran("ab"), runs("ab", "training", "resharded")], "Ranks 0 and 1 .* other collectives .* from 'a' on"),
         ([runs("ab"), runs("cd")], "Rank 1 .*; rank 0 has: "),
+        (
+            [says("a", lines=(f"int8[4], {mode}, avg",), kind="backward") for mode in ("resharded", "kept")],
+            r"a int8\[4\], kept, avg; .* in a checkpoint on all ranks or on none",
+        ),
         ([says("ab", lines=("float32[4]", "int8[4]")), ran("ab")], r"Rank 1 .*float32.*; rank 0 has: b int8"),
         (
             [says("a"), says("ab", lines=("float32[4]", "int8[4]")), ran("ab")],
