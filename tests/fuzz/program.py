@@ -160,9 +160,9 @@ class Program:
     other_at: int = 0
     steps: tuple[Step, ...] = (Step(),)
 
-    def every_layer(self) -> Iterator[Layer]:
-        """Yield all layers, inner ones too."""
-        stack = list(self.layers)
+    def every_layer(self, *of: Layer) -> Iterator[Layer]:
+        """Yield these layers (none given: all), inner ones too."""
+        stack = list(of or self.layers)
         while stack:
             layer = stack.pop()
             stack += layer.inner
