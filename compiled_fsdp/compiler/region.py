@@ -97,6 +97,8 @@ class Region:
         """
         if self.kind == "inference" and all(registry.unit_of(p).model_needs_no_gather for p in self.parameters):
             return None
+        if all(read.already_unsharded and not read.trainable for read in self.reads):
+            return None  # nothing is gathered or reduced
         return max(self.groups, key=lambda group: len(group.ranks), default=None)
 
     def signature(self) -> tuple[str, ...]:

@@ -93,17 +93,24 @@ def test_a_plan_that_was_made_when_other_parameters_were_frozen(rank, world_size
         reference.zero_grad()
 
 
-@pytest.mark.parametrize("compiled_backward", variants([False, True], True))
+HELD = (True, ""), (True, "head"), (False, "head")
+
+
+@pytest.mark.parametrize(("compiled_backward", "held"), variants(HELD, HELD[0], HELD[2]))
 @distributed(world_size=2, reset=True)
-def test_a_plan_that_was_learned_again_keeps_its_place(rank, world_size, compiled_backward):
-    """Code goes on with the plan that it had. A rank that then compiles for another batch size knows the order."""
+def test_a_plan_that_was_learned_again_keeps_its_place(rank, world_size, compiled_backward, held):
+    """Code goes on with the plan that it had. A rank that then compiles for another batch size knows the order.
+
+    If the optimizer holds the head only, the frozen layer stays full after its step.
+    """
     torch.manual_seed(7)
     model = Again()
     model.layer.requires_grad_(False)
     reference = copy.deepcopy(model)
     fully_shard(model.layer, reshard_after_forward=False)
     fully_shard(model, reshard_after_forward=False)
-    run, optimizers = compiled(model), [torch.optim.SGD(of.parameters(), lr=0.1) for of in (model, reference)]
+    optimizers = [torch.optim.SGD(of.get_submodule(held).parameters(), lr=0.1) for of in (model, reference)]
+    run = compiled(model)
     for number, sizes in enumerate([[(1, 5)] * 3, [(5, 5)] * 2, [(2, 2)]]):
         model.set_reshard_after_backward(number == 0)
         for micro, size in enumerate(sizes):
