@@ -61,6 +61,12 @@ class FollowedBackwards:
         """The plan that a backward of the parameter follows; None if it follows none."""
         return None if fake_mode_is_active() else self.followed.get(parameter)
 
+    def follow(self, bound: BoundPlan) -> None:
+        """Let backwards follow a plan that no forward has followed, with all of its parameters."""
+        bound.asked.update(bound.read_of.values())
+        for read in bound.asked:
+            self.followed[bound.parameter(read)] = bound
+
     def full(self, parameter: ShardedParameter) -> Tensor | None:
         """The full parameter in backward, gathered again or kept; None if no plan is followed."""
         bound = self.plan_of(parameter)

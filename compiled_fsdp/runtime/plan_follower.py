@@ -120,7 +120,9 @@ class PlanFollower:
         """The full parameter for compiled code. If there is no plan, the code follows one for the parameter's block."""
         full = self.full(parameter, kind, meets=True)
         if full is None:
-            self._learn_block(parameter, kind)
+            bound = self._learn_block(parameter, kind)
+            if backward_id() != -1:  # a reentrant checkpoint runs code again that followed no plan in forward
+                self.backwards.follow(bound)
             full = self.full(parameter, kind, meets=False)
             assert full is not None
         return full
@@ -140,9 +142,9 @@ class PlanFollower:
                 self._learn_block(parameter, kind)
                 self.note_full(parameter, kind, meets=False)
 
-    def _learn_block(self, parameter: ShardedParameter, kind: str) -> None:
+    def _learn_block(self, parameter: ShardedParameter, kind: str) -> BoundPlan:
         members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
-        self.known.learn(plan_of_block(members, kind), kind, members)
+        return self.known.learn(plan_of_block(members, kind), kind, members)
 
     def bind(self, outcome: Outcome, near: Sequence[ShardedParameter], kind: str, agreement: Agreement) -> BoundPlan:
         """Learn and return the plan that all ranks follow after a meeting.

@@ -578,6 +578,57 @@ def test_parts_of_a_backward_that_reduce_the_same_parameters_once_and_twice(rank
             param.grad = expected.grad = None
 
 
+class ChoosesByValue(nn.Sequential):
+    """A value in it decides what follows its parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return x + (0.5 * y if x.flatten()[0].item() > 0 else 0.25 * y)
+
+
+class FrozenInCheckpoints(nn.Module):
+    """Reentrant checkpoints: of a layer, of a frozen one, and of the first layer again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.frozen = ChoosesByValue(nn.Linear(8, 8)).requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.norm, self.embedding(tokens), use_reentrant=True)
+        torch._dynamo.graph_break()
+        x = checkpoint(self.frozen, x, use_reentrant=True)
+        torch._dynamo.graph_break()
+        return checkpoint(self.norm, x, use_reentrant=True)
+
+
+@distributed(world_size=2, reset=True)
+def test_a_frozen_layer_in_a_checkpoint_chooses_by_value(rank, world_size):
+    """A backward runs the layer again in code that follows a plan, and no forward has followed one for it."""
+    torch.manual_seed(7)
+    model = FrozenInCheckpoints()
+    reference = copy.deepcopy(model)
+    for layer in (model.norm, model.frozen):
+        fully_shard(layer, reshard_after_forward=True)
+    run = compiled(fully_shard(model, reshard_after_forward=True))
+    for step in range(2):
+        for micro in range(1 + step):
+            model.set_requires_gradient_sync(micro == step)
+            loss = expected = torch.zeros(())
+            for forward in range(1 + step):
+                seed = 100 * step + 10 * micro + 2 * forward + rank
+                tokens = torch.randint(11, (1, 4), generator=torch.Generator().manual_seed(seed))
+                loss, expected = loss + run(tokens).pow(3).mean(), expected + reference(tokens).pow(3).mean()
+            with compiled_autograd(codegen="aot_eager"):
+                loss.backward()
+            expected.backward()
+        for param, exact in zip(model.parameters(), reference.parameters(), strict=True):
+            if exact.requires_grad:
+                dist.all_reduce(exact.grad)
+                torch.testing.assert_close(param.grad.full_tensor(), exact.grad / world_size)
+                param.grad = exact.grad = None
+
+
 @pytest.mark.more
 @distributed(world_size=4)
 def test_replicas(rank, world_size):
