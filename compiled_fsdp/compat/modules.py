@@ -79,8 +79,18 @@ def running_forwards() -> Iterator[torch.nn.Module]:
 
 
 def innermost_forward() -> torch.nn.Module | None:
-    """Return the module whose forward is the innermost one that is running in this thread; None outside of forwards."""
-    return next(running_forwards(), None)
+    """Return the module whose forward is the innermost one that is running in this thread; None outside of forwards.
+
+    From torch 2.15 on, Dynamo compiles ``_call_impl`` itself for an ``nn.Sequential`` that is compiled alone. Then only
+    its caller is on the stack.
+    """
+    frame, caller = sys._getframe(1), torch.nn.Module._wrapped_call_impl.__code__
+    while frame is not None:
+        running = frame.f_locals.get("self") if frame.f_code is caller else _forward_in(frame)
+        if running is not None:
+            return running
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def forwards_in_trace() -> Iterator[torch.nn.Module]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import compiled_autograd, fully_shard
 from compiled_fsdp.runtime.context import RUNTIME
@@ -163,3 +164,34 @@ def test_equal_models_share_no_code_for_two_plans_of_equal_reads(rank, world_siz
                 dist.all_reduce(expected)
                 torch.testing.assert_close(model.head.weight.grad.full_tensor(), expected / 2)
                 model.zero_grad()
+
+
+class SometimesCheckpointed(nn.Module):
+    """A layer of torch's, compiled alone, which is in a checkpoint where `odd` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = self.first(x)
+        return checkpoint(self.layer, x, use_reentrant=False) if odd else self.layer(x)
+
+
+@distributed(world_size=2, reset=True)
+def test_a_sequential_that_is_compiled_alone_is_in_a_checkpoint_later(rank, world_size):
+    """On rank 0 only. From torch 2.15 on, Dynamo compiles such a layer's call, and not only its forward."""
+    torch.manual_seed(7)
+    model = SometimesCheckpointed()
+    reference = copy.deepcopy(model)
+    fully_shard(model.layer)
+    fully_shard(model)
+    model.layer.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    for step in range(3):
+        x = torch.randn(2, 4)
+        model(x, step > 0 and rank == 0).square().mean().backward()
+        reference(x, False).square().mean().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2, msg=f"step {step}")
+            param.grad = expected.grad = None
