@@ -134,8 +134,8 @@ def steps_twice(program: Program, ours: Notes, fsdp2: Notes, plain: Notes) -> bo
     A reentrant checkpoint that runs twice has two backwards. Its hooks run twice, and an optimizer in them steps twice,
     as on a plain module. In these programs the unsharded model's optimizer steps once, after the backward. FSDP2's
     optimizer steps once, and the second backward's gradient stays on the parameter; or it steps more often than
-    compiled_fsdp's. The checkpoint's second backward computes with updated parameters, so that compiled_fsdp is near the
-    unsharded model after the first step, but not equal to it.
+    compiled_fsdp's. The checkpoint's second backward computes with updated parameters. So after the first step
+    compiled_fsdp is near the unsharded model, but not equal to it.
     """
     reentrant = any(layer.checkpoint == "reentrant" for layer in program.every_layer())
     if not (program.in_backward and reentrant and any(step.forwards > 1 for step in program.steps)):
