@@ -70,27 +70,22 @@ def forwards_on_stack(modules: list[torch.nn.Module]) -> int:
 
 
 def running_forwards() -> Iterator[torch.nn.Module]:
-    """Yield the modules whose forwards are running in this thread, the innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if (running := _forward_in(frame)) is not None:
-            yield running
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def innermost_forward() -> torch.nn.Module | None:
-    """Return the module whose forward is the innermost one that is running in this thread; None outside of forwards.
+    """Yield the modules whose forwards are running in this thread, the innermost first, a module perhaps twice.
 
     From torch 2.15 on, Dynamo compiles ``_call_impl`` itself for an ``nn.Sequential`` that is compiled alone. Then only
-    its caller is on the stack.
+    the caller of ``_call_impl`` is on the stack.
     """
     frame, caller = sys._getframe(1), torch.nn.Module._wrapped_call_impl.__code__
     while frame is not None:
         running = frame.f_locals.get("self") if frame.f_code is caller else _forward_in(frame)
         if running is not None:
-            return running
+            yield running
         frame = frame.f_back  # type: ignore[assignment]
-    return None
+
+
+def innermost_forward() -> torch.nn.Module | None:
+    """Return the module whose forward is the innermost one that is running in this thread; None outside of forwards."""
+    return next(running_forwards(), None)
 
 
 def forwards_in_trace() -> Iterator[torch.nn.Module]:

@@ -93,12 +93,13 @@ class Region:
     def agreeing_group(self) -> ShardGroup | None:
         """The group whose ranks agree on the plan: the largest of several groups, which mostly contains the others.
 
-        None if neither this code nor other code for the same forward has collectives.
+        None if this code has no collectives, and in inference no other code for the same forward has any.
         """
         if self.kind == "inference" and all(registry.unit_of(p).model_needs_no_gather for p in self.parameters):
             return None
-        if all(read.already_unsharded and not read.trainable for read in self.reads):
-            return None  # nothing is gathered or reduced
+        has_full_reads_only = all(read.already_unsharded and not read.trainable for read in self.reads)
+        if has_full_reads_only and not self.failed_hooks:  # of failed hooks all ranks must hear
+            return None
         return max(self.groups, key=lambda group: len(group.ranks), default=None)
 
     def signature(self) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def outcome_of(statements: Sequence[Statement]) -> Outcome:
     """
     for odd, mine in enumerate(statements):
         if found := _contradiction(mine, statements[0]):
-            return Outcome(problem=other_regions(odd, *found, 0))
+            return Outcome(problem=other_regions(odd, *found, 0) + _way_out(mine, statements[0], *found))
     ran = [rank for rank, statement in enumerate(statements) if statement.has_code]
     if ran:
         leader = statements[ran[0]]
@@ -144,6 +144,17 @@ def _contradiction(mine: Statement, theirs: Statement) -> tuple[str, str] | None
     return None
 
 
+def _way_out(mine: Statement, theirs: Statement, my_line: str, their_line: str) -> str:
+    """What to do if graphs of compiled autograd differ only in whether they gather a parameter; else ""."""
+    in_backward = mine.kind.startswith("backward") and theirs.kind.startswith("backward")
+    if not in_backward or my_line.replace(", resharded,", ", kept,") != their_line.replace(", resharded,", ", kept,"):
+        return ""
+    return (
+        " Under compiled_autograd(), a layer has to be in a checkpoint on all ranks or on none. If it cannot, run the "
+        "backward without compiled_autograd()."
+    )
+
+
 def _describe_kind(statement: Statement) -> str:
     """The kind, for ranks of which only some compute gradients."""
     return statement.kind if statement.trains else f"{statement.kind}, or a checkpoint with use_reentrant=True"
@@ -180,13 +191,7 @@ def _other_codes(rank: int, other: int, statement: Statement) -> str:
 
 def other_regions(rank: int, mine: str, theirs: str, other: int) -> str:
     """The text of the error for two ranks whose statements do not fit together."""
-    text = (
+    return (
         f"compiled_fsdp: ranks compile different regions. Rank {rank} of the group has: {mine}; rank {other} has: "
         f"{theirs}. Every rank must run the same sharded model with the same options."
     )
-    if mine.replace(", resharded,", ", kept,") == theirs.replace(", resharded,", ", kept,"):
-        text += (
-            " Under compiled_autograd(), a layer has to be in a checkpoint on all ranks or on none. If it cannot, run "
-            "the backward without compiled_autograd()."
-        )
-    return text

@@ -68,7 +68,7 @@ class KnownPlans:
         model = tuple(parameter.name for unit in root.tree_units() for parameter in unit.parameters)
         kind = plan.signature[1]
         known = self._codes.setdefault(("inference" not in kind, model), set())
-        code = _Code(kind, tuple(names), tuple(plan.buckets.items()))
+        code = _Code(kind, tuple(names), tuple(sorted(plan.buckets.items())))
         is_new |= code not in known
         known.add(code)
         if is_new and not all(set(names).isdisjoint(other.names) for other in known - {code}):

@@ -181,7 +181,7 @@ class Judge:
         for pattern, why in REFUSALS.items():
             if re.search(pattern, ours.text):
                 return Verdict(Kind.REFUSED, why)
-        if "in a checkpoint on all ranks or on none" in ours.text and any(step.odd >= 0 for step in program.steps):
+        if "in a checkpoint on all ranks or on none" in ours.text and _checkpoints_differ(program):
             return Verdict(Kind.REFUSED, "under compiled autograd, a checkpoint on some ranks only")
         if ("RanksDiffer" in ours.about or ours.hangs) and _breaks_in_a_checkpoint(program):
             return Verdict(Kind.REFUSED, "a checkpoint around several compiled graphs on some ranks only")
@@ -264,14 +264,18 @@ def _with_float32(policy: str) -> str:
     return re.sub(r"torch\.b?float16", "torch.float32", policy)
 
 
+def _checkpoints_differ(program: Program) -> bool:
+    """Whether a layer is in a checkpoint on some ranks only."""
+    layer = program.layers[program.calls[program.other_at]]
+    differ = layer.checkpoint != "" or program.other == "checkpointed"
+    return differ and any(step.odd >= 0 for step in program.steps)
+
+
 def _breaks_in_a_checkpoint(program: Program) -> bool:
-    """Whether some ranks alone run a checkpoint whose layer has a graph break (docs/differences.md)."""
-    if all(step.odd < 0 for step in program.steps):
-        return False
+    """Whether that layer has a graph break, too (docs/differences.md, "Ranks that run different code")."""
     layer = program.layers[program.calls[program.other_at]]
     texts = [KINDS[each.kind].forward for each in program.every_layer(layer)]
-    checkpoints = layer.checkpoint != "" or program.other == "checkpointed"
-    return checkpoints and any("graph_break" in text or ".item()" in text for text in texts)
+    return _checkpoints_differ(program) and any("graph_break" in text or ".item()" in text for text in texts)
 
 
 def _cannot_be(program: Program) -> bool:

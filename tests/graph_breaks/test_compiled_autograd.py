@@ -518,9 +518,9 @@ def test_parameters_that_eager_code_reads_are_gathered_over_all_ranks(rank, worl
             loss.backward()
         return loss.detach()
 
-    expected = Parts(ties)
-    torch_fully_shard(expected, reshard_after_forward=2)
-    expected = train(expected, functools.partial(step, contextlib.nullcontext))
+    reference = Parts(ties)
+    torch_fully_shard(reference, reshard_after_forward=2)
+    expected = train(reference, functools.partial(step, contextlib.nullcontext))
     options = {"codegen": "aot_eager", "bucket": 25}
     for name in ("", "second", "third"):
         model = fully_shard(Parts(ties), reshard_after_forward=2)
@@ -579,7 +579,7 @@ def test_parts_of_a_backward_that_reduce_the_same_parameters_once_and_twice(rank
 
 
 class ChoosesByValue(nn.Sequential):
-    """A value in it decides what follows its parameters."""
+    """Adds a half or a quarter of its layers' result, by the sign of an input. This breaks the graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)

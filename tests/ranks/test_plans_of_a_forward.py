@@ -146,7 +146,8 @@ class Tied(nn.Module):
 
 @distributed(world_size=2, reset=True)
 def test_equal_models_share_no_code_for_two_plans_of_equal_reads(rank, world_size):
-    """The last model's first graph has code on rank 1, which took symbolic sizes; rank 0's was for a batch of one."""
+    """For the third model, rank 0 has to compile the first graph again, because its code is for a batch of one. Rank 1
+    has code with symbolic sizes. It must not use that code, which is for another plan than the second step's."""
     for reduces, sizes in ((False, [(2, 2), (3, 3)]), (True, [(1, 2), (2, 2)]), (True, [(5, 5)])):
         torch.manual_seed(7)
         model = Tied()
