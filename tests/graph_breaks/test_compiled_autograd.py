@@ -454,15 +454,27 @@ def test_a_group_of_one_hears_of_all_its_gradients():
 @pytest.mark.parametrize("kind", ["whole", "broken"])
 @distributed(world_size=4)
 def test_gathers_over_a_part_of_the_ranks(rank, world_size, kind):
-    """`reshard_after_forward=2` of 4: its backward gathers over two ranks the pieces that the forwards have left."""
+    """`reshard_after_forward=2` of 4: its backward gathers over two ranks the pieces that the forwards have left. Eager
+    code, which reads the head and its norm in "broken", leaves none: they are gathered over all ranks."""
     model = shard(MODELS[kind](), fully_shard, reshard_after_forward=2)
     found = train(compiled(model), step_of(rank))
     assert_same(found, train(fsdp2(MODELS[kind](), reshard_after_forward=2)), rtol=1e-6)
-    backward = explain(model).graphs[-1]
-    groups = {bucket.kind: bucket.group_id for bucket in backward.plan.launches}
-    assert groups["gather"] != groups["reduce"]
-    pieces = [index for bucket in backward.plan.launches if bucket.kind == "gather" for index in bucket.reads]
-    assert {read.backward_group for read in backward.reads if read.index in pieces} == {(groups["gather"], 2)}
+    plan, reads = (graph := explain(model).graphs[-1]).plan, graph.reads
+    all_ranks = next(bucket.group_id for bucket in plan.launches if bucket.kind == "reduce")
+    gathered = {
+        reads[index].name: bucket.group_id
+        for bucket in plan.launches
+        if bucket.kind == "gather"
+        for index in bucket.reads
+    }
+    assert {name for name, group in gathered.items() if group == all_ranks} == (
+        {"head.weight", "norm.weight", "norm.bias"} if kind == "broken" else set()
+    )
+    for read in reads:
+        if gathered.get(read.name, all_ranks) != all_ranks:
+            assert read.backward_group == (gathered[read.name], 2)
+        elif read.name in gathered:
+            assert read.backward_group is None
 
 
 def _two_forwards(rank, twice, compiles, model, index):
