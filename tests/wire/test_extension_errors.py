@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from compiled_fsdp import WirePolicy, fully_shard
-from tests.harness import WAYS, distributed, loss_of, shard
+from tests.harness import WAYS, compiled, distributed, loss_of, shard
 from tests.harness.extensions import Padded, Split, wrap
 from tests.harness.models import small
 
@@ -105,6 +106,18 @@ def test_error_on_every_rank(rank, world_size, what, way):
     errors = [None] * world_size
     dist.all_gather_object(errors, str(caught.value))
     assert all("up.weight" in error for error in errors), errors
+
+
+@distributed(world_size=2, reset=True)
+def test_error_of_a_graph_without_other_gathers(rank, world_size):
+    """The failing rank's graph has only a read of a frozen parameter that is full. The other rank hears of it."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))).requires_grad_(False)
+    wrap(model, odd(rank, "raises before"), "1.weight", trains=False)
+    fully_shard(model[0], reshard_after_forward=False)
+    fully_shard(model)
+    model[0].unshard()
+    with pytest.raises((RuntimeError, ValueError), match=r"fsdp_pre_all_gather of parameter '1\.weight'"):
+        compiled(model)(torch.ones(2, 8))
 
 
 @pytest.mark.parametrize("way", WAYS)
