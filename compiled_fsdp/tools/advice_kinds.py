@@ -212,8 +212,8 @@ def _keep(call: ModelCall, step: Step, forward: PlannedGraph, backward: PlannedG
     names = {read.index: read.name for read in step.reads}
     modules = [common_module([names[read] for read in block]) or "the root" for block in order[:count]]
     text = (
-        f"there is room for {megabytes(step.layers * bytes_of(count))} more: keep {listed(modules)} unsharded from "
-        f"forward to backward (reshard_after_forward=False{_equal_layers(step)}), which saves {milliseconds(gain)}"
+        f"keep {listed(modules)} unsharded from forward to backward (reshard_after_forward=False{_equal_layers(step)}): "
+        f"saves {milliseconds(gain)}, takes {megabytes(step.layers * bytes_of(count))} more memory, which fits"
     )
     change = {"reshard_after_forward": False, "modules": tuple(modules)}
     yield Advice("keep_unsharded", text, gain, call.seconds, step.numbers, change)
@@ -284,7 +284,8 @@ def _larger_batch(call: ModelCall) -> Advice | None:
         return None
     gain = sum(step.layers * step.seconds for step in call.steps) - seconds * now / wanted
     size = f"a batch of {wanted} or more (now {now})" if known else f"a batch {wanted} times as large, or larger,"
-    text = f"{size} would hide communication: {milliseconds(gain)} less for the samples of a step"
+    samples = f"every {now} samples" if known else "as many samples as a step has now"
+    text = f"{size} would hide communication: saves {milliseconds(gain)} for {samples}"
     change = {"batch": wanted} if known else {"times": wanted}
     return Advice("batch", text, gain, call.seconds, call.numbers, change)
 

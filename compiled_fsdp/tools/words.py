@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
@@ -36,9 +37,11 @@ def megabytes(size: float) -> str:
 def wrapped(text: str, indent: str) -> list[str]:
     """Break a text into lines of at most ``WIDTH`` columns; every line after the first begins with ``indent``.
 
-    A longer word stays whole.
+    A longer word stays whole. So does a number with its unit.
     """
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    together = re.sub(r"(?<=\d) (?=(?:s|ms|[kMG]B)\b)", "\0", text)
+    lines = textwrap.wrap(together, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]
 
 
 def listed(names: Sequence[str]) -> str:
