@@ -211,9 +211,10 @@ def _keep(call: ModelCall, step: Step, forward: PlannedGraph, backward: PlannedG
     gain = step.layers * _saved(step, found)
     names = {read.index: read.name for read in step.reads}
     modules = [common_module([names[read] for read in block]) or "the root" for block in order[:count]]
+    held = megabytes(step.layers * bytes_of(count))
     text = (
-        f"keep {listed(modules)} unsharded from forward to backward (reshard_after_forward=False{_equal_layers(step)}): "
-        f"saves {milliseconds(gain)}, takes {megabytes(step.layers * bytes_of(count))} more memory, which fits"
+        f"keep {listed(modules)} unsharded from forward to backward (reshard_after_forward=False{_equal_layers(step)})"
+        f": saves {milliseconds(gain)}, takes {held} more memory, which fits"
     )
     change = {"reshard_after_forward": False, "modules": tuple(modules)}
     yield Advice("keep_unsharded", text, gain, call.seconds, step.numbers, change)
