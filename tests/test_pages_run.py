@@ -223,8 +223,11 @@ def torchrun(command: str, folder: Path) -> str:
 
 
 def test_the_first_program(tmp_path):
-    """docs/getting-started.md, by its command: it trains, and says what was compiled. So it does on a mesh."""
+    """docs/getting-started.md, by its command: it trains, and says what was compiled. So it does on a mesh. On a torch
+    that compiles no ``nn.Sequential`` in place, it is compiled as the page says for that."""
     first, _, on_a_mesh = blocks_of("getting-started")
+    if torch.__version__ < "2.13":
+        first = first.replace("model.compile(", "compiled = torch.compile(model, ").replace("(model(in", "(compiled(in")
     page = (ROOT / "docs/getting-started.md").read_text()
     (command,) = re.findall(r"^torchrun (.* first.py)$", page, re.MULTILINE)
     (line,) = re.findall(r"^fully_shard\(model\).*\n", first, re.MULTILINE)

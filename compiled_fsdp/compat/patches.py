@@ -17,11 +17,12 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from compiled_fsdp.compat.versions import OLDEST, version_of
+from compiled_fsdp.compat.versions import OLDEST, Needed, is_there, needed_names, version_of
 
 Function = Callable[..., Any]
 
@@ -196,6 +197,16 @@ PATCHES = (
     REUSED_REGIONS,
 )  # fmt: skip
 """All replacements."""
+
+
+def missing_names() -> list[Needed]:
+    """Return the private names of torch that this folder imports, and the installed torch lacks.
+
+    Names beside a function that this torch is too old to have replaced are not needed.
+    """
+    too_old = {patch.owner.partition(":")[0] for patch in PATCHES if not patch.is_needed}
+    names = needed_names(Path(__file__).parent)
+    return [name for name in names if name.module not in too_old and not is_there(name)]
 
 
 def install(patch: Patch, replacement: Callable[[Function], Function]) -> None:

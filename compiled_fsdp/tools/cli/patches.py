@@ -9,8 +9,8 @@ import click
 import torch
 
 from compiled_fsdp import compat
-from compiled_fsdp.compat.patches import PATCHES, Patch
-from compiled_fsdp.compat.versions import is_there, needed_names
+from compiled_fsdp.compat.patches import PATCHES, Patch, missing_names
+from compiled_fsdp.compat.versions import needed_names
 
 WIDTH = 120
 """Columns of ``docs/patches.md``."""
@@ -36,11 +36,9 @@ def patches(page: bool) -> None:
     click.echo(f"torch {torch.__version__}")
     for patch, problem in problems.items():
         click.echo(f"{'ok ' if not problem else 'NOT'} {patch.name}" + (f" {problem}. {patch.lost}" if problem else ""))
-    names = list(needed_names(Path(compat.__file__).parent))
-    missing = sorted({f"{name.module}.{name.name}" for name in names if not is_there(name)})
-    click.echo(
-        f"{len(names)} private names are read: " + (f"not there: {', '.join(missing)}" if missing else "all there")
-    )
+    count = len(list(needed_names(Path(compat.__file__).parent)))
+    missing = sorted({f"{name.module}.{name.name}" for name in missing_names()})
+    click.echo(f"{count} private names are read: " + (f"not there: {', '.join(missing)}" if missing else "all there"))
     raise SystemExit(bool(missing or any(problems.values())))
 
 
