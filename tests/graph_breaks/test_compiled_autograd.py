@@ -459,14 +459,11 @@ def test_gathers_over_a_part_of_the_ranks(rank, world_size, kind):
     model = shard(MODELS[kind](), fully_shard, reshard_after_forward=2)
     found = train(compiled(model), step_of(rank))
     assert_same(found, train(fsdp2(MODELS[kind](), reshard_after_forward=2)), rtol=1e-6)
-    plan, reads = (graph := explain(model).graphs[-1]).plan, graph.reads
-    all_ranks = next(bucket.group_id for bucket in plan.launches if bucket.kind == "reduce")
-    gathered = {
-        reads[index].name: bucket.group_id
-        for bucket in plan.launches
-        if bucket.kind == "gather"
-        for index in bucket.reads
-    }
+    graph = explain(model).graphs[-1]
+    reads, launches = graph.reads, graph.plan.launches
+    all_ranks = next(bucket.group_id for bucket in launches if bucket.kind == "reduce")
+    gathers = [bucket for bucket in launches if bucket.kind == "gather"]
+    gathered = {reads[index].name: bucket.group_id for bucket in gathers for index in bucket.reads}
     assert {name for name, group in gathered.items() if group == all_ranks} == (
         {"head.weight", "norm.weight", "norm.bias"} if kind == "broken" else set()
     )

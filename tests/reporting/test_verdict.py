@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import re
 import sys
 from collections import OrderedDict
 from dataclasses import replace
@@ -14,6 +15,7 @@ from expecttest import assert_expected_inline
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes.plan.simulate import memory_curve, memory_parts
+from compiled_fsdp.tools.words import WIDTH, wrapped
 from tests.harness import compiled
 from tests.harness.fake import fake_group
 from tests.reporting.planned import plan, ranks, sharded
@@ -179,3 +181,10 @@ def test_without_rich_details_name_the_extra(explained):
         assert "nothing compiled by" in str(explain(model))
         with pytest.raises(ImportError, match=r"pip install rich"):
             explain(model, details=True)
+
+
+def test_a_number_keeps_its_unit_on_its_line():
+    for width in range(40, 90):
+        lines = wrapped(f"[0] forward {'x' * width} = compute 50.2 ms and 12.9 MB more, of 1,024.5 GB", "    ")
+        assert not any(re.match(r"\s*(ms|MB|GB)\b", line) for line in lines)
+        assert max(map(len, lines)) <= WIDTH
