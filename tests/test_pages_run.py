@@ -56,7 +56,7 @@ PROGRAMS = {"accumulation": 1, "graph-breaks": 1, "parallelism": 4, "faults": 2}
 
 
 def programs_of(page: str) -> list[tuple[str, str, str]]:
-    """The programs of a page that have a command of torchrun: the command, the code, and what it prints."""
+    """The programs of a page that have a command of torchrun: the command, the code and the output."""
     text = (ROOT / f"docs/{page}.md").read_text()
     found: list[dict[str, str]] = []
     for language, block in re.findall(r"^```(python|sh|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
@@ -154,7 +154,7 @@ def program_of(page: str, folder: Path) -> list[tuple[str, str | None]]:
 
 @pytest.mark.more
 def test_the_page_of_explain_prints_what_it_shows(tmp_path):
-    """Its programs as one; what each prints stands under it. The folder of a code line is not the reader's."""
+    """Its programs run as one. The output of each stands under it. The folder of a code line is not the reader's."""
     pairs = program_of("explain", tmp_path)
     assert sum(shown is not None for _, shown in pairs) >= 6
     for printed, shown in pairs:
@@ -217,14 +217,15 @@ def sessions_of(page: str) -> list[tuple[str, str]]:
 
 
 def torchrun(command: str, folder: Path) -> str:
-    """What the command prints, without measured hardware from elsewhere."""
+    """Return the command's output. Hardware that was measured elsewhere does not count."""
     cache = str(folder / "cache")
     return output_of("-m", "torch.distributed.run", *command.split(), folder=folder, COMPILED_FSDP_CACHE_DIR=cache)
 
 
 def test_the_first_program(tmp_path):
-    """docs/getting-started.md, by its command: it trains, and says what was compiled. So it does on a mesh. On a torch
-    that compiles no ``nn.Sequential`` in place, it is compiled as the page says for that."""
+    """docs/getting-started.md, by its command: it trains, and lists the compiled graphs. So it does on a mesh.
+
+    A torch that compiles no ``nn.Sequential`` in place compiles it as the page says for that."""
     first, _, on_a_mesh = blocks_of("getting-started")
     if torch.__version__ < "2.13":
         first = first.replace("model.compile(", "compiled = torch.compile(model, ").replace("(model(in", "(compiled(in")
@@ -261,7 +262,7 @@ def test_the_program_that_saves_and_resumes(tmp_path):
 
 @pytest.mark.more
 def test_the_program_of_the_page_of_checkpoints(tmp_path):
-    """It prints what the page shows, but for the losses' last digits, also resumed on another number of ranks."""
+    """Its output is the page's, but for the losses' last digits, also resumed on another number of ranks."""
     (tmp_path / "checkpoint.py").write_text(quickly(blocks_of("checkpoints")[0]))
     for command, shown in sessions_of("checkpoints"):
         printed = torchrun(command, tmp_path).splitlines()

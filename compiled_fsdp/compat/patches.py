@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat.versions import OLDEST, Needed, is_there, needed_names, version_of
+from compiled_fsdp.compat.versions import OLDEST, Needed, needed_names, version_of
 
 Function = Callable[..., Any]
 
@@ -199,14 +199,13 @@ PATCHES = (
 """All replacements."""
 
 
-def missing_names() -> list[Needed]:
-    """Return the private names of torch that this folder imports, and the installed torch lacks.
+def required_names() -> list[Needed]:
+    """Return the private names of torch that this folder imports and the installed torch must have.
 
-    Names beside a function that this torch is too old to have replaced are not needed.
+    For example, torch 2.11 has no nested regions that are reused, so it needs no name of ``REUSED_REGIONS.owner``.
     """
-    too_old = {patch.owner.partition(":")[0] for patch in PATCHES if not patch.is_needed}
-    names = needed_names(Path(__file__).parent)
-    return [name for name in names if name.module not in too_old and not is_there(name)]
+    not_needed = {patch.owner.partition(":")[0] for patch in PATCHES if not patch.is_needed}
+    return [name for name in needed_names(Path(__file__).parent) if name.module not in not_needed]
 
 
 def install(patch: Patch, replacement: Callable[[Function], Function]) -> None:

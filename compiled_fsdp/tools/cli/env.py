@@ -7,15 +7,13 @@ import platform
 import re
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 import click
 import torch
 import torch.distributed as dist
 
-from compiled_fsdp import compat
-from compiled_fsdp.compat.patches import PATCHES
-from compiled_fsdp.compat.versions import is_there, needed_names
+from compiled_fsdp.compat.patches import PATCHES, required_names
+from compiled_fsdp.compat.versions import is_there
 from compiled_fsdp.compiler.samples import cached, kept
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.cost.profiles import profile_of
@@ -53,7 +51,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "measured profiles", ", ".join(measured) or f"none; {len(PROFILES)} are built in"
     problems = {patch.name: problem for patch in PATCHES if (problem := patch.problem())}
     yield "patches", "; ".join(f"{name} {problem}" for name, problem in problems.items()) or f"all {len(PATCHES)} fit"
-    names = {f"{name.module}.{name.name}": is_there(name) for name in needed_names(Path(compat.__file__).parent)}
+    names = {f"{name.module}.{name.name}": is_there(name) for name in required_names()}
     missing = [name for name, there in names.items() if not there]
     yield "private names", f"missing: {', '.join(missing)}" if missing else f"all {len(names)} found"
     given = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and not _SECRET.search(name)]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 
 import click
 import torch
 
-from compiled_fsdp import compat
-from compiled_fsdp.compat.patches import PATCHES, Patch, missing_names
-from compiled_fsdp.compat.versions import needed_names
+from compiled_fsdp.compat.patches import PATCHES, Patch, required_names
+from compiled_fsdp.compat.versions import is_there
 
 WIDTH = 120
 """Columns of ``docs/patches.md``."""
@@ -28,7 +26,7 @@ the output of `compiled-fsdp patches --page`.
 @click.command()
 @click.option("--page", is_flag=True, help="The table as docs/patches.md has it.")
 def patches(page: bool) -> None:
-    """Say what is replaced inside torch, and whether the installed torch has it; the exit code is 1 if not."""
+    """List the functions of torch that are replaced, and check the installed torch: exit code 1 if one is missing."""
     if page:
         click.echo(_PAGE + "".join(map(_section, PATCHES)), nl=False)
         return
@@ -36,9 +34,11 @@ def patches(page: bool) -> None:
     click.echo(f"torch {torch.__version__}")
     for patch, problem in problems.items():
         click.echo(f"{'ok ' if not problem else 'NOT'} {patch.name}" + (f" {problem}. {patch.lost}" if problem else ""))
-    count = len(list(needed_names(Path(compat.__file__).parent)))
-    missing = sorted({f"{name.module}.{name.name}" for name in missing_names()})
-    click.echo(f"{count} private names are read: " + (f"not there: {', '.join(missing)}" if missing else "all there"))
+    names = required_names()
+    missing = sorted({f"{name.module}.{name.name}" for name in names if not is_there(name)})
+    click.echo(
+        f"{len(names)} private names are read: " + (f"not there: {', '.join(missing)}" if missing else "all there")
+    )
     raise SystemExit(bool(missing or any(problems.values())))
 
 
