@@ -20,6 +20,7 @@ from compiled_fsdp.buckets.layout import TensorSize
 from compiled_fsdp.compat.graphs import hint
 from compiled_fsdp.passes.channel import channel_of
 from compiled_fsdp.passes.cost.compute import Cost, library_kernels, node_costs
+from compiled_fsdp.passes.cost.fusion import mark_memory
 from compiled_fsdp.passes.cost.hardware import Hardware
 from compiled_fsdp.passes.graph import (
     ENCODES,
@@ -34,11 +35,11 @@ from compiled_fsdp.passes.graph import (
     value,
     waited_for,
 )
-from compiled_fsdp.passes.memory import storage_bytes, tensor_bytes
+from compiled_fsdp.passes.memory import Lifetimes, storage_bytes, tensor_bytes
 from compiled_fsdp.passes.model_collectives import ModelLinks
 from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Tasks
-from compiled_fsdp.passes.views import is_view, memory_of
+from compiled_fsdp.passes.views import is_view
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -54,7 +55,9 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
     channels: dict[str, CommChannel] = {}
     links: dict[int, str] = {}
     tasks_by_node: dict[Node, CollectiveTask] = {}
-    last_use = _last_uses(gm, segments)
+    if ctx.fused:
+        mark_memory(gm)
+    nodes, memory = list(gm.graph.nodes), Lifetimes(gm, _held_by_waits, backward=ctx.phase == "backward")
     for node in (*gathers, *reductions):
         gathered = node.target is ops.unshard.default
         read = ctx.reads[argument(node, "read")]
@@ -69,7 +72,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
             links[channels[key].stream] = ctx.hardware.link(world, ctx.groups[group_id].nodes)
         first = segments.start[node]
         if gathered:
-            last = max(last_use.get(node, first), first)
+            last = max(segments.at(nodes[memory.dies[node]]) if node in memory.dies else first, first)
             copied = not codec and value(argument(node, "shard")).dtype != argument(node, "dtype")
         else:
             users = [segments.of[user] for user in node.users if user in segments.of]
@@ -103,7 +106,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
         )
     models = ModelLinks(ctx, links)
     model_collectives = tuple(models.priced(node, *places) for node, places in segments.model_places().items())
-    live = _memory(gm, segments, ctx, set(gathers), set(reductions))
+    live = _memory(gm, segments, ctx, memory)
     costs = node_costs(gm, fused=ctx.fused)
     hardware = ctx.hardware
     if channels and not model_collectives and all(channel.by_copies for channel in channels.values()):
@@ -259,6 +262,10 @@ class _Segments:
             self.of[node] = self.end
             self._note(node, waited_for(node), self.end)
 
+    def at(self, node: Node) -> int:
+        """The segment in which a node reads its arguments; the last one for the graph's output."""
+        return self.end if node.op == "output" else self.of.get(node, self.start.get(node, 0))
+
     def _note(self, node: Node, waited: Iterable[Node], segment: int) -> None:
         """Note that a segment begins with ``node``, if it launches or waits for the model's own collectives."""
         kind = kind_of(node)
@@ -290,57 +297,44 @@ def _late(gm: GraphModule) -> set[Node]:
     return late
 
 
-def _last_uses(gm: GraphModule, segments: _Segments) -> dict[Node, int]:
-    """The segment of the last use of each node's memory; the end for memory that the graph returns."""
-    last: dict[Node, int] = {}
-    for node in gm.graph.nodes:
-        segment = segments.end if node.op == "output" else segments.of.get(node, segments.start.get(node, 0))
-        for i in node.all_input_nodes:
-            last[memory_of(i)] = max(last.get(memory_of(i), 0), segment)
-    return last
+def _held_by_waits(node: Node) -> list[Node]:
+    """The inputs of the model's own collectives that a node waits for: they live until then."""
+    return [i for launch in waited_for(node) for i in launch.all_input_nodes]
 
 
-def _memory(
-    gm: GraphModule, segments: _Segments, ctx: PassContext, gathers: set[Node], reductions: set[Node]
-) -> list[int]:
+def _memory(gm: GraphModule, segments: _Segments, ctx: PassContext, memory: Lifetimes) -> list[int]:
     """The most bytes alive in each segment, without shards, gathered parameters, and complete gradients."""
     nodes = list(gm.graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    owner = {node: memory_of(node) for node in nodes}
-    shards = {owner[argument(node, "shard")] for node in gathers} | {node for node in nodes if IS_SHARD in node.meta}
-    dies: dict[Node, int] = {}
-    for node in nodes:
-        # the input of one of the model's own collectives stays alive until the wait
-        read = [i for launch in waited_for(node) for i in launch.all_input_nodes]
-        for i in (*node.all_input_nodes, *read):
-            dies[owner[i]] = max(dies.get(owner[i], 0), place[node])
+    gathers, reductions = set(calls(gm, ops.unshard.default)), set(calls(gm, ops.reduce_grad.default))
+    shards = {memory.owner[argument(node, "shard")] for node in gathers}
+    shards |= {node for node in nodes if IS_SHARD in node.meta}
     backward = ctx.phase == "backward"
     freed: dict[int, int] = {}
     live = 0
     for node in nodes:
-        if owner[node] is not node or node in gathers or node in reductions or node in shards or node.op == "output":
+        if not memory.is_stored(node) or node in gathers or node in reductions or node in shards or node.op == "output":
             continue
         size = storage_bytes(node)
         if node.op in ("placeholder", "get_attr"):
             live += size
             if node.op == "get_attr" or not backward:
                 continue  # the caller holds it
-        if node in dies:
-            freed[dies[node]] = freed.get(dies[node], 0) + size
+        if node in memory.dies:
+            freed[memory.dies[node]] = freed.get(memory.dies[node], 0) + size
     out = [0] * (segments.end + 1)
     segment = 0
     out[0] = live
-    for node in nodes:
+    for place, node in enumerate(nodes):
         segment = segments.of.get(node, segments.start.get(node, segment))
         if node.op == "output":
             out[segments.end] = max(out[segments.end], live)
             break
         if node not in gathers and node not in reductions:
-            made = storage_bytes(node) if owner[node] is node and node.op == "call_function" else 0
+            made = storage_bytes(node) if node.op == "call_function" and memory.is_stored(node) else 0
             live += made
-            out[segment] = max(out[segment], live)
-            live -= made if node not in dies else 0
-        live -= freed.get(place[node], 0)  # at a reduction its gradient: from there on the simulator counts it
+            out[segment] = max(out[segment], live - memory.overlap(node))
+            live -= made if node not in memory.dies else 0
+        live -= freed.get(place, 0)  # at a reduction its gradient: from there on the simulator counts it
     # an empty segment holds the bytes that are alive between its neighbours
     for i in range(1, segments.end + 1):
         out[i] = out[i] or live

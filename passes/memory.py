@@ -1,19 +1,23 @@
 """The most bytes that a lowered graph holds at once, counted from the graph itself.
 
 Memory is counted by storage: a result lives from its node to its last use, also through views. The inputs and outputs
-of a collective live until its wait.
+of a collective live until its wait. Results that fused kernels do not store take no memory, and some results take over
+the memory of what their kernel reads (``cost/fusion.py``).
 """
 
 # Why: docs/design/memory.md, "The memory budget is a hard limit"
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.transport import LAUNCHES, WAIT
 from compiled_fsdp.compat.graphs import hint, strides_of, tensors_in
-from compiled_fsdp.passes.graph import is_getitem, kind_of
+from compiled_fsdp.passes.cost.fusion import computes, is_library, stored_sources, users_of
+from compiled_fsdp.passes.graph import IS_SHARD, NOT_STORED, OVERWRITES, is_getitem, kind_of
 from compiled_fsdp.passes.views import memory_of
 
 
@@ -25,33 +29,92 @@ def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> in
         shards: names of the placeholders that are not counted.
     """
     nodes = list(gm.graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    owner = {node: memory_of(node) for node in nodes}
-    dies: dict[Node, int] = {}
-    for node in nodes:
-        used = node.all_input_nodes
-        if node.target is WAIT:
-            launch = node.all_input_nodes[0]
-            launch = launch.all_input_nodes[0] if is_getitem(launch) else launch
-            of_model = kind_of(launch) is not None and not launch.meta.get("of_bucket")
-            used = [*used, *(launch.all_input_nodes if launch.target in LAUNCHES or of_model else [])]
-        for i in used:
-            dies[owner[i]] = max(dies.get(owner[i], 0), place[node])
+    memory = Lifetimes(gm, _sent, backward=backward)
     live, freed = 0, [0] * (len(nodes) + 1)
     for node in nodes:
         if node.op == "placeholder" and node.name not in shards:
             live += storage_bytes(node)
             if backward:
-                freed[dies.get(node, 0)] += storage_bytes(node)
+                freed[memory.dies.get(node, 0)] += storage_bytes(node)
     peak = live
     for i, node in enumerate(nodes):
-        if node.op == "call_function" and owner[node] is node:
+        if node.op == "call_function" and memory.is_stored(node):
             live += storage_bytes(node)
-            freed[dies.get(node, i)] += storage_bytes(node)
-        peak = max(peak, live)
+            freed[memory.dies.get(node, i)] += storage_bytes(node)
+        peak = max(peak, live - memory.overlap(node))
         if node.op != "output":
             live -= freed[i]
     return peak
+
+
+class Lifetimes:
+    """Whose memory each node of a graph uses, and where it is used last.
+
+    A kernel that does not store a result computes it where it is read, so it reads the result's sources there, too.
+
+    Attributes:
+        owner: ``memory_of`` each node.
+        dies: the place in the graph at which each node's memory is used last.
+    """
+
+    def __init__(self, gm: GraphModule, also_held: Callable[[Node], Iterable[Node]], *, backward: bool) -> None:
+        """Find the lifetimes of a graph.
+
+        Args:
+            gm: the graph.
+            also_held: nodes that a node holds beside its arguments.
+            backward: whether inputs die with their last use, as those of a backward do.
+        """
+        nodes = list(gm.graph.nodes)
+        self.owner = {node: memory_of(node) for node in nodes}
+        self.dies: dict[Node, int] = {}
+        for place in reversed(range(len(nodes))):
+            node = nodes[place]
+            at = self.dies.get(node, place) if NOT_STORED in node.meta else place
+            for source in (*node.all_input_nodes, *also_held(node)):
+                owner = self.owner[source]
+                self.dies[owner] = max(self.dies.get(owner, 0), at)
+        # For each node that overwrites memory: the node whose memory that was.
+        self._overwritten: dict[Node, Node] = {}
+        for place, node in enumerate(nodes):
+            if OVERWRITES in node.meta:
+                dying = (self.owner[read] for read in _read_by(node) if self.dies[self.owner[read]] == place)
+                fits = (owner for owner in dying if _can_overwrite(node, owner, backward=backward))
+                if (old := next(fits, None)) is not None:
+                    self._overwritten[node] = old
+
+    def is_stored(self, node: Node) -> bool:
+        """Whether a node has memory of its own."""
+        return self.owner[node] is node and NOT_STORED not in node.meta
+
+    def overlap(self, node: Node) -> int:
+        """Bytes that a node's result shares with a tensor that dies there."""
+        return storage_bytes(self._overwritten[node]) if node in self._overwritten else 0
+
+
+def _read_by(node: Node) -> list[Node]:
+    """The stored tensors that a node's kernel reads and may overwrite; of a library's kernel the first argument."""
+    if is_library(node):
+        return node.all_input_nodes[:1]
+    return stored_sources(node, lambda source: NOT_STORED in source.meta)
+
+
+def _can_overwrite(node: Node, owner: Node, *, backward: bool) -> bool:
+    is_its_own = computes(owner) or (backward and owner.op == "placeholder" and IS_SHARD not in owner.meta)
+    is_its_own = is_its_own and all(map(computes, users_of(owner)))  # no gradient that is being sent
+    result, old = (tensors_in(each.meta.get("val")) for each in (node, owner))
+    alike = len(result) == len(old) == 1 and result[0].dtype == old[0].dtype
+    return is_its_own and alike and tensor_bytes(result[0]) == tensor_bytes(old[0])
+
+
+def _sent(wait: Node) -> Sequence[Node]:
+    """The inputs of the collective that a node waits for, which live until then."""
+    if wait.target is not WAIT:
+        return ()
+    launch = wait.all_input_nodes[0]
+    launch = launch.all_input_nodes[0] if is_getitem(launch) else launch
+    of_model = kind_of(launch) is not None and not launch.meta.get("of_bucket")
+    return launch.all_input_nodes if launch.target in LAUNCHES or of_model else ()
 
 
 def storage_bytes(node: Node) -> int:

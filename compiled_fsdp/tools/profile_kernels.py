@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from compiled_fsdp.compat.profiling import ProfiledEvent
-from compiled_fsdp.passes.cost.compute import is_library_op, kernel_key
+from compiled_fsdp.passes.cost.compute import kernel_key
+from compiled_fsdp.passes.cost.fusion import is_library_op
 from compiled_fsdp.tools.profile_times import Interval
 
 _ATEN = "aten::"

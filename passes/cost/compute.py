@@ -23,31 +23,19 @@ from torch.utils.flop_counter import flop_registry
 
 from compiled_fsdp.compat.graphs import expression, hint, strides_of, tensors_in
 from compiled_fsdp.compat.modules import tree_map
+from compiled_fsdp.passes.cost.fusion import COUNTED_AS, Fusion, base_of, call_of, computes, is_library
 from compiled_fsdp.passes.cost.hardware import Hardware
-from compiled_fsdp.passes.graph import is_getitem, value
-from compiled_fsdp.passes.views import is_view
+from compiled_fsdp.passes.graph import value
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
 
-# Library kernels, which always read their inputs from memory and write their output to it, because nothing fuses them.
-_LIBRARY_KERNELS = {
-    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward, aten._scaled_mm,
-    aten.sort, aten.topk, aten.index_put, aten.index_put_, aten.scatter_add, aten.embedding_dense_backward,
-}  # fmt: skip
-# Kernels whose operations torch does not count, each with the kernel whose formula is used instead.
-_COUNTED_AS = {
-    "_scaled_dot_product_flash_attention_for_cpu": aten._scaled_dot_product_flash_attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": aten._scaled_dot_product_flash_attention_backward,
-}
 # Matrix products whose output is divided into tiles, each with the places of its two factors among its arguments.
 _PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2), aten._scaled_mm: (0, 1)}
 _TILE = 128
 """Rows and columns of an output tile of a matrix product. Usual tiles of cuBLAS are 128 x 128 or larger."""
 _LEAST_SPLIT = 1024
 """The least length of the inner dimension for which a tile is split."""
-# Namespaces of ops that do not count as compute: compiled_fsdp's ops and collectives, which have their own prices.
-_PRICED_BY_CURVES = ("compiled_fsdp", "_c10d_functional", "c10d_functional")
 
 
 @dataclass(frozen=True)
@@ -111,32 +99,32 @@ def node_costs(gm: GraphModule, *, fused: bool, symbolic: bool = False) -> dict[
         symbolic: whether costs are expressions of symbolic sizes; else numbers, with the hints of those sizes.
     """
     size = expression if symbolic else hint
-    levels = _levels(gm)
+    fusion = Fusion(gm) if fused else None
     costs: dict[Node, Cost] = {}
     read: set[tuple[Node, int]] = set()
     failed: dict[str, Exception] = {}
     for node in gm.graph.nodes:
-        if not _computes(node):
+        if not computes(node):
             costs[node] = NO_COST
             continue
-        level, library = levels[node], is_library(node)
-        moved: Any = 0
-        for source in dict.fromkeys(map(_stored, node.all_input_nodes)):
-            inside = fused and not library and _computes(source) and not is_library(source) and levels[source] == level
-            if inside or (fused and not library and (source, level) in read):
-                continue
-            read.add((source, level))
+        library = is_library(node)
+        if fusion is None:
+            stored, sources = True, list(dict.fromkeys(map(base_of, node.all_input_nodes)))
+        else:
+            stored, sources = node not in fusion.unstored, fusion.sources(node)
+        moved = _bytes_of(node, size) if stored else 0
+        for source in sources:
+            if fusion is not None and not library:
+                level = fusion.levels[node]
+                inside = computes(source) and not is_library(source) and fusion.levels[source] == level
+                if inside or (source, level) in read:
+                    continue
+                read.add((source, level))
             moved += _bytes_of(source, size)
-        materialised = not fused or library or any(
-            user.op == "output" or is_library(user) or not _computes(user) or levels[user] != level
-            for user in _users(node)
-        )  # fmt: skip
-        if materialised:
-            moved += _bytes_of(node, size)
         costs[node] = Cost(
             _counted(node, size, failed),
             moved,
-            int(library or not fused or materialised),
+            int(stored),
             _dtype(node),
             _kind(node),
             (0, 0) if symbolic else _tiles(node),
@@ -162,20 +150,6 @@ def library_kernels(costs: Mapping[Node, Cost], hardware: Hardware) -> tuple[Lib
     )
 
 
-def is_library(node: Node) -> bool:
-    """Whether a node is always a kernel of its own, which is never fused."""
-    op = _call_of(node)[0]
-    packet = getattr(op, "overloadpacket", None)
-    if packet is None:
-        return node.op == "call_function" and not is_getitem(node)
-    return is_library_op(packet) or not _is_aten(op)
-
-
-def is_library_op(packet: Any) -> bool:
-    """Whether an op of torch is always a kernel of its own, which is never fused."""
-    return packet in _LIBRARY_KERNELS or packet in flop_registry or packet.__name__ in _COUNTED_AS
-
-
 def kernel_key(op: str, shapes: Sequence[Sequence[int]], dtype: str) -> str:
     """The name under which a library kernel's measured time is known: "mm 512x1024 1024x4096 bfloat16".
 
@@ -194,7 +168,7 @@ def kernel_key(op: str, shapes: Sequence[Sequence[int]], dtype: str) -> str:
 
 
 def _key(node: Node) -> str:
-    op, args, kwargs = _call_of(node)
+    op, args, kwargs = call_of(node)
     schema = getattr(op, "_schema", None)
     if schema is None:
         return ""
@@ -208,22 +182,8 @@ def _key(node: Node) -> str:
     return kernel_key(op.overloadpacket.__name__, shapes, dtypes[0] if dtypes else "")
 
 
-def _call_of(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The op that a node runs, and its arguments.
-
-    In a checkpoint, random ops are wrapped: ``run_and_save_rng_state(op, *args)`` in forward, and
-    ``run_with_rng_state(state, op, *args)`` in backward. For example attention, because it may have dropout. Such nodes
-    have no ``meta["val"]``.
-    """
-    places = (i for i, argument in enumerate(node.args) if hasattr(argument, "overloadpacket"))
-    if getattr(node.target, "__name__", "").endswith("rng_state") and (place := next(places, None)) is not None:
-        kwargs = {name: given for name, given in node.kwargs.items() if name != "rng_state"}
-        return node.args[place], node.args[place + 1 :], kwargs
-    return node.target, node.args, node.kwargs
-
-
 def _kind(node: Node) -> str:
-    op = _call_of(node)[0]
+    op = call_of(node)[0]
     packet = getattr(op, "overloadpacket", op)
     name = getattr(packet, "__name__", "")
     if "attention" in name:
@@ -243,46 +203,6 @@ def _tiles(node: Node) -> tuple[int, int]:
     *batch, rows, inner = map(hint, shapes[0])
     tiles = math.prod(batch) * -(-rows // _TILE) * -(-hint(shapes[1][-1]) // _TILE)
     return tiles, max(1, inner // _LEAST_SPLIT)
-
-
-def _is_aten(op: Any) -> bool:
-    return getattr(op, "namespace", "") in ("aten", "prims")
-
-
-def _computes(node: Node) -> bool:
-    if node.op != "call_function" or is_view(node) or is_getitem(node):
-        return False
-    return getattr(node.target, "namespace", "") not in _PRICED_BY_CURVES
-
-
-def _levels(gm: GraphModule) -> dict[Node, int]:
-    """The number of library kernels on the longest path to each node. Nodes with the same number may be fused."""
-    levels: dict[Node, int] = {}
-    for node in gm.graph.nodes:
-        above = max((levels[i] for i in node.all_input_nodes), default=0)
-        levels[node] = above + 1 if _computes(node) and is_library(node) else above
-        if node.op == "call_function" and not _computes(node) and not is_view(node) and not is_getitem(node):
-            levels[node] = above + 1  # a collective
-    return levels
-
-
-def _stored(node: Node) -> Node:
-    """The node whose memory a node reads: the node itself, or the source of a view."""
-    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _users(node: Node) -> list[Node]:
-    """The nodes that read a node, directly or through views."""
-    found, stack = [], list(node.users)
-    while stack:
-        user = stack.pop()
-        if user.op == "call_function" and is_view(user):
-            stack += list(user.users)
-        else:
-            found.append(user)
-    return found
 
 
 def _bytes_of(node: Node, size: Any) -> Any:
@@ -314,9 +234,9 @@ def _counted(node: Node, size: Any, failed: dict[str, Exception]) -> Any:
 
 
 def _flops(node: Node, size: Any) -> Any:
-    op, op_args, op_kwargs = _call_of(node)
+    op, op_args, op_kwargs = call_of(node)
     packet = getattr(op, "overloadpacket", None)
-    packet = _COUNTED_AS.get(getattr(packet, "__name__", ""), packet)
+    packet = COUNTED_AS.get(getattr(packet, "__name__", ""), packet)
     count = flop_registry.get(packet)
     if count is None or ("val" not in node.meta and op is node.target) or not hasattr(count, "__wrapped__"):
         return 0  # formulas that are not wrapped need tensors: attention over sequences of different lengths
@@ -342,7 +262,7 @@ def _flops(node: Node, size: Any) -> Any:
 
 def _is_causal(node: Node) -> bool:
     """Whether a fused attention skips the operations above the diagonal, which torch's formulas count."""
-    op, args, kwargs = _call_of(node)
+    op, args, kwargs = call_of(node)
     schema = getattr(op, "_schema", None)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "is_causal":
@@ -351,6 +271,6 @@ def _is_causal(node: Node) -> bool:
 
 
 def _dtype(node: Node) -> str:
-    arguments = (argument for argument in _call_of(node)[1] if isinstance(argument, Node))
+    arguments = (argument for argument in call_of(node)[1] if isinstance(argument, Node))
     tensors = tensors_in(node.meta["val"] if "val" in node.meta else [of.meta.get("val") for of in arguments])
     return str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
