@@ -56,7 +56,7 @@ Order = list[OrderedBucket]
 def sides_of(tasks: Tasks, bucketings: Mapping[Kind, Bucketing], form: str | None = None) -> tuple[Order, Order]:
     """Return the buckets that supply compute, in order of need, and those that drain it, in order of completion.
 
-    A bucket that cannot be one collective, because one gradient is needed before another one is complete, is divided.
+    Of two that are complete at once, the one that is needed sooner comes first. A bucket that cannot be one collective, because one gradient is needed before another one is complete, is divided.
 
     Args:
         bucketings: the buckets of each kind. Collectives of a kind that is not here are alone.
@@ -67,7 +67,7 @@ def sides_of(tasks: Tasks, bucketings: Mapping[Kind, Bucketing], form: str | Non
         bucketing = bucketings.get(kind) or one_by_one(tasks.collectives(kind))
         divided = [part for indices in bucketing for part in _divided(tasks, kind, indices)]
         sides[not kind.supplies].extend(bucket_of(tasks, kind, indices, form) for indices in divided)
-    return sorted(sides[0], key=lambda bucket: bucket.due), sorted(sides[1], key=lambda bucket: bucket.ready)
+    return sorted(sides[0], key=lambda bucket: bucket.due), sorted(sides[1], key=lambda bucket: (bucket.ready, bucket.due))
 
 
 def bucket_of(tasks: Tasks, kind: Kind, indices: tuple[int, ...], form: str | None = None) -> OrderedBucket:

@@ -293,6 +293,14 @@ def test_a_reduction_that_is_needed_soon_overtakes():
     assert search(tasks).simulation.seconds == 4
 
 
+def test_of_two_complete_reductions_the_one_needed_sooner_goes_first():
+    """Both are complete after 1 s; a gather of 2 s is launched before, so that 0-2-4-6 are full."""
+    tasks = tasks_of([1, 2, 0], [(2, 2, 2)], [(2, 1), (2, 1)])
+    soon = replace(tasks.reductions[1], last=1)
+    tasks = replace(tasks, reductions=(tasks.reductions[0], soon), largest_block_bytes=1000)
+    assert search(tasks).simulation.seconds == 6
+
+
 # ---- what is given ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("form", [FLAT, COALESCED])
 def test_a_given_form(form):
