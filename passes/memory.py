@@ -100,11 +100,13 @@ def _read_by(node: Node) -> list[Node]:
 
 
 def _can_overwrite(node: Node, owner: Node, *, backward: bool) -> bool:
-    is_its_own = computes(owner) or (backward and owner.op == "placeholder" and IS_SHARD not in owner.meta)
-    is_its_own = is_its_own and all(map(computes, users_of(owner)))  # no gradient that is being sent
+    """Whether a node's result may take the memory of a tensor that it reads last: it belongs to compute and fits."""
+    belongs = computes(owner) or (backward and owner.op == "placeholder" and IS_SHARD not in owner.meta)
+    if not belongs or not all(map(computes, users_of(owner))):  # a gradient may still be being sent
+        return False
     result, old = (tensors_in(each.meta.get("val")) for each in (node, owner))
     alike = len(result) == len(old) == 1 and result[0].dtype == old[0].dtype
-    return is_its_own and alike and tensor_bytes(result[0]) == tensor_bytes(old[0])
+    return alike and tensor_bytes(result[0]) == tensor_bytes(old[0])
 
 
 def _sent(wait: Node) -> Sequence[Node]:
