@@ -11,8 +11,9 @@ leaves the CPU to compute: overlap is measured, not simulated. Models are in flo
 
 For each setting all systems run in the same processes, and each round has one step of each system in turn. A step is
 forward and backward, from a barrier to a barrier. The program prints medians with their 95 % intervals (order
-statistics: see ``medians.py``), and ratios between steps of the same round. ``memory.py`` measures peak memory. Bytes
-are those that the network card of rank 0's machine sent ("sent") and those that its loopback device sent ("inside").
+statistics: see ``medians.py``), and ratios between steps of the same round. "cpu" are the seconds of all threads of rank
+0: where they are close to the step, collectives take cores from compute. ``memory.py`` measures peak memory. Bytes are
+those that the network card of rank 0's machine sent ("sent") and those that its loopback device sent ("inside").
 
 "broken" is the model with a graph break after every layer, "broken_inside" with one in the middle of every layer.
 "broken_autograd" breaks after every layer and uses compiled autograd. "blocks" compiles each layer alone.
@@ -157,6 +158,7 @@ def summary(
             "step_ci_s": around,
             "ci_coverage": interval_of_median(record["step_s"])[2],
             "rounds": len(record["step_s"]),
+            "cpu_s": median(record["cpu_s"]),
             "forward_s": median(record["forward_s"]),
             "backward_s": median(record["backward_s"]),
             "peak_bytes": record["peak_bytes"] if name != "floor_wire" and name != "floor_wire_fsdp2" else None,
@@ -180,14 +182,14 @@ def show(case: Case, rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     print(f"\n{case}: medians of {first['rounds']} rounds, intervals hold the median with {first['ci_coverage']:.1%}")
     print(f"{'system':19} {'step, s':>7} {'interval':>15} {'of fsdp2':>8} {'interval':>15} "
-          f"{'fwd, s':>7} {'bwd, s':>7} {'peak, MB':>8} {'sent, MB':>8} "
+          f"{'cpu, s':>7} {'fwd, s':>7} {'bwd, s':>7} {'peak, MB':>8} {'sent, MB':>8} "
           f"{'inside, MB':>10} {'compile, s':>10}")  # fmt: skip
     for row in rows:
         ratio = f"{row['ratio_to_fsdp2']:8.3f} {_range(row['ratio_ci'])}" if "ratio_to_fsdp2" in row else " " * 24
         peak = f"{row['peak_bytes'] / 1e6:8.0f}" if row["peak_bytes"] is not None else " " * 8
         compiling = f"{row['compile_s']:10.1f}" if row["compile_s"] is not None else ""
-        print(f"{row['system']:19} {row['step_s']:7.3f} {_range(row['step_ci_s'])} {ratio} {row['forward_s']:7.3f} "
-              f"{row['backward_s']:7.3f} {peak} {row['wire_bytes'] / 1e6:8.1f} "
+        print(f"{row['system']:19} {row['step_s']:7.3f} {_range(row['step_ci_s'])} {ratio} {row['cpu_s']:7.3f} "
+              f"{row['forward_s']:7.3f} {row['backward_s']:7.3f} {peak} {row['wire_bytes'] / 1e6:8.1f} "
               f"{row['inside_bytes'] / 1e6:10.1f} {compiling}")  # fmt: skip
 
 
@@ -226,6 +228,13 @@ def check(case: Case, rows: list[dict[str, Any]]) -> None:
         row = by_name["accumulate_wait"]
         ratio = f"{row['ratio_to_theirs']:.3f} {_range(row['ratio_to_theirs_ci'])}"
         print(f"accumulate_wait / fsdp2_accumulate_wait = {ratio}")
+    if {WHOLE, "floor_wire", "floor_compute"} <= by_name.keys():
+        step, compute, wire = (by_name[name] for name in (WHOLE, "floor_compute", "floor_wire"))
+        floor = max(compute["step_s"], wire["step_s"])
+        print(
+            f"{WHOLE} / the larger of compute and its collectives = {step['step_s'] / floor:.3f}; together these take "
+            f"{compute['cpu_s'] + wire['cpu_s']:.3f} s of a rank's CPU"
+        )
     if {"floor_wire_fsdp2", "floor_compute"} <= by_name.keys():
         ratio = by_name["floor_wire_fsdp2"]["step_s"] / by_name["floor_compute"]["step_s"]
         verdict = ""

@@ -21,10 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench.link import sent_bytes
 from bench.link_cases import LAYOUTS
 from bench.link_models import MODELS
-from bench.link_systems import SYSTEMS, Running, Setting
+from bench.link_systems import SYSTEMS, Running, Setting, Training
 from bench.memory import alive, traced
-from compiled_fsdp import count_communication, measure_hardware
-from compiled_fsdp.reporting.compile_log import COMPILE_LOG
+from compiled_fsdp import FSDPModule, count_communication, explain, measure_hardware
 
 LEAST_ROUNDS = 3
 
@@ -33,8 +32,7 @@ LEAST_ROUNDS = 3
 class Record:
     """The measurements of one system: seconds and bytes. Lists have one entry per round.
 
-    ``loss`` is the last step's. ``predicted_s`` is the planner's prediction for a step. It is None if the planner did
-    not plan the step as a whole, for example because the model has graph breaks.
+    ``loss`` is the last step's. ``predicted_s`` is the planner's prediction for a step, if compiled_fsdp planned it.
     """
 
     first_step_s: float = 0.0
@@ -43,6 +41,7 @@ class Record:
     loss: float = float("nan")
     predicted_s: float | None = None
     step_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     wire_bytes: list[int] = field(default_factory=list)
@@ -59,9 +58,10 @@ def say(text: str) -> None:
 @dataclass(frozen=True)
 class Step:
     """One step's seconds, and its bytes: those that this machine sent over the link and over its loopback device, and
-    those that compiled_fsdp reports for this rank."""
+    those that compiled_fsdp reports for this rank. ``cpu`` are the seconds of all threads of this rank."""
 
     seconds: float
+    cpu: float
     forward: float
     backward: float
     over_link: int
@@ -72,12 +72,12 @@ class Step:
 def timed_step(system: Running) -> Step:
     """Run a step, and measure it until it has ended on all ranks."""
     dist.barrier()
-    link, inside, start = sent_bytes(), sent_bytes("lo"), time.perf_counter()
+    link, inside, cpu, start = sent_bytes(), sent_bytes("lo"), time.process_time(), time.perf_counter()
     with count_communication() as volume:
         forward, backward = system.step()
     dist.barrier()
-    seconds = time.perf_counter() - start
-    step = Step(seconds, forward, backward, sent_bytes() - link, sent_bytes("lo") - inside, volume.sent)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    step = Step(seconds, cpu, forward, backward, sent_bytes() - link, sent_bytes("lo") - inside, volume.sent)
     system.finish()
     return step
 
@@ -85,17 +85,20 @@ def timed_step(system: Running) -> Step:
 def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
     """Make a system and run its first step, in which it is compiled."""
     record = Record()
-    known = {id(report) for report in COMPILE_LOG.graphs}
     system, kept, _ = traced(lambda: SYSTEMS[name].make(setting))
     before = alive()
     record.first_step_s = timed_step(system).seconds
     record.base_bytes = kept + alive() - before
-    graphs = [report for report in COMPILE_LOG.graphs if id(report) not in known]
-    if graphs and not any(report.is_fragment for report in graphs):
-        simulations = [report.simulation for report in graphs]
-        record.predicted_s = sum(simulation.seconds for simulation in simulations if simulation is not None)
+    record.predicted_s = predicted(system)
     say(f"  {name}: first step {record.first_step_s:.1f} s")
     return system, record
+
+
+def predicted(system: Running) -> float | None:
+    """Return the planned seconds of a step without microbatches; None if compiled_fsdp did not compile the model."""
+    if type(system) is not Training or not isinstance(system.model, FSDPModule):
+        return None
+    return sum(call.seconds for call in explain(system.model).calls) or None
 
 
 def measure_memory(system: Running, record: Record) -> float:
@@ -135,6 +138,7 @@ def run_rounds(systems: dict[str, Running], records: dict[str, Record], rounds: 
             record = records[name]
             step = timed_step(systems[name])
             record.step_s.append(step.seconds)
+            record.cpu_s.append(step.cpu)
             record.forward_s.append(step.forward)
             record.backward_s.append(step.backward)
             record.wire_bytes.append(step.over_link)

@@ -41,9 +41,11 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-_VERSION = 9  # of the method of measuring; a part of the cache's key
+_VERSION = 10  # of the method of measuring; a part of the cache's key
 _REPEATS = 3  # repeats of a measurement; the median counts
-_ROUNDS = 12  # comparisons of compute with and without collectives; the middle half counts
+_ROUNDS = 12  # the fewest comparisons of compute with and without collectives; the middle half counts
+_UNSURE = 0.02  # there are more comparisons until the slowdown is known this well (its standard error)
+_LONGEST_COMPARISON = 15.0  # or until they have taken so many seconds
 _QUEUED = 4  # the least number of collectives that are launched one after another
 _MOST_QUEUED = 128
 # A network with a limited rate may carry so many bytes at full speed after a pause. Only later bytes count.
@@ -300,8 +302,10 @@ class _Stopwatch:
         n, dtype = (4096, torch.bfloat16) if self.device.type == "cuda" else (768, torch.float32)
         x = torch.randn(n, n, device=self.device, dtype=dtype)
         product, collective = self._slow_each_other(lambda: [x @ x for _ in range(8)])
-        long = torch.zeros(2**28 if self.device.type == "cuda" else 2**24, device=self.device, dtype=torch.uint8)
-        memory, _ = self._slow_each_other(lambda: [long.clone() for _ in range(8)])
+        # Into memory that is there already: fresh memory takes a CPU many page faults, whose time varies.
+        size = 2**28 if self.device.type == "cuda" else 2**26
+        source, target = (torch.zeros(size, device=self.device, dtype=torch.uint8) for _ in range(2))
+        memory, _ = self._slow_each_other(lambda: [target.copy_(source) for _ in range(8)])
         return Contention(product, product, memory, collective)
 
     def _slow_each_other(self, compute: Callable[[], Any]) -> tuple[float, float]:
@@ -318,29 +322,42 @@ class _Stopwatch:
             if done > slowed + seconds / 2 or 2 * count > _MOST_BESIDE:
                 break
             count *= 2  # the gathers ended before compute: a network may carry the first ones quicker
-        rounds = []
-        for _ in range(_ROUNDS):  # in turn, because a machine's speed changes
-            beside = self._beside(compute, size, count)
-            others = (self._slowest(self._once(run)) for run in (compute, partial(gather, size, count)))
-            rounds.append((*beside, *others))
-        slowed, done, alone, gathers = map(middle, zip(*rounds, strict=True))
-        share = middle([slow / quick for slow, _, quick, _ in rounds])
-        return contention(1.0, share), contention_of_collectives(gathers, slowed, done)
+        rounds: list[tuple[float, ...]] = []
+        shares: list[float] = []
+        # The times are the same on all ranks, so all ranks stop after the same round.
+        while len(rounds) < _ROUNDS or (unsure(shares) > _UNSURE and sum(map(sum, rounds)) < _LONGEST_COMPARISON):
+            slowed, done = self._beside(compute, size, count)  # in turn, because a machine's speed changes
+            alone = self._slowest(self._once(compute))
+            gathers = self._beside(lambda: None, size, count)[1]
+            rounds.append((slowed, done, alone, gathers))
+            shares.append(slowed / alone)
+        slowed, done, _, gathers = map(middle, zip(*rounds, strict=True))
+        return contention(1.0, middle(shares)), contention_of_collectives(gathers, slowed, done)
 
     def _beside(self, compute: Callable[[], Any], size: int, count: int) -> tuple[float, float]:
-        """Return the seconds until compute beside ``count`` gathers is done, and until the gathers are done."""
+        """Return the seconds until compute beside ``count`` gathers is done, and until the gathers are done.
+
+        Some gathers are waited for before: they use up what a network carries at full speed after a pause.
+        """
         self._settle()
-        pending = [self._launch_gather(self.shards, size) for _ in range(count)]
+        first = min(math.ceil(_BURST / size), _MOST_BESIDE)
+        pending = [self._launch_gather(self.shards, size) for _ in range(first + count)]
+        for bucket in pending[:first]:
+            transport.wait(bucket)
+        self._wait_for_compute()
         start = time.perf_counter()
         compute()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        self._wait_for_compute()
         slowed = time.perf_counter() - start
-        for bucket in pending:
+        for bucket in pending[first:]:
             transport.wait(bucket)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return self._slowest(slowed), self._slowest(time.perf_counter() - start)
+
+    def _wait_for_compute(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
     # ---- collectives -------------------------------------------------------------------------------------------------
     def _launch_gather(self, group: dist.ProcessGroup, size: int) -> torch.Tensor:
@@ -412,6 +429,15 @@ def middle(values: Sequence[float]) -> float:
     """Return the mean of the middle half of some values: steadier than their median, and no outlier counts."""
     ordered, cut = sorted(values), len(values) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+def unsure(values: Sequence[float]) -> float:
+    """Return the standard error of ``middle(values)``, from the range of the middle half, as for a normal distribution.
+
+    There the range is 1.35 standard deviations, and the error is 1.09 of them over the root of the number of values.
+    """
+    low, _, high = statistics.quantiles(values, n=4)
+    return 1.09 / 1.35 * (high - low) / math.sqrt(len(values))
 
 
 def gathers_beside(compute: float, gather: float) -> int:

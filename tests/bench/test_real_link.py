@@ -31,8 +31,8 @@ def test_one_value_has_no_interval():
 def test_ratios_are_of_the_same_round():
     def record(*steps):
         return {
-            "step_s": steps, "forward_s": steps, "backward_s": steps, "wire_bytes": [0] * len(steps), "peak_bytes": 0,
-            "inside_bytes": [0] * len(steps), "reported_bytes": [0] * len(steps),
+            "step_s": steps, "cpu_s": steps, "forward_s": steps, "backward_s": steps, "wire_bytes": [0] * len(steps),
+            "peak_bytes": 0, "inside_bytes": [0] * len(steps), "reported_bytes": [0] * len(steps),
             "first_step_s": 9.0, "loss": 1.0,
         }  # fmt: skip
 
