@@ -299,7 +299,8 @@ _NO_MEANING = {
     "there is no call to replace",
     "set_all_reduce_hook": "gradients of several units are reduced in one bucket, as the plan has it; "
     "register_post_accumulate_grad_hook of a parameter and register_post_backward_hook see what is reduced",
-    "set_allocate_memory_from_process_group_for_comm": "the compiler allocates the memory of collectives",
+    "set_allocate_memory_from_process_group_for_comm": "the compiler allocates the memory of collectives; "
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK=1 registers all of PyTorch's memory with NCCL",
     "set_symm_mem_for_comm": "the compiler allocates the memory of collectives; the backend's option "
     "transport='symm_mem' sends all of them over symmetric memory, by copy engines",
     "set_reduce_scatter_max_input_buffers": "the planner bounds what is in flight; give the backend's option "
