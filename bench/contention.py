@@ -22,7 +22,6 @@ from bench.capture import SHAPES, capture, fake_group
 from bench.plan_quality import PHASES, SEQUENCES, WORLDS, tasks_of
 from bench.tables import table
 from compiled_fsdp.passes.plan.choose import PlanRules, choose
-from compiled_fsdp.passes.plan.sensitivity import with_contention
 from compiled_fsdp.passes.plan.simulate import makespan
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 from compiled_fsdp.tools.cli.shapes import Shape
@@ -84,7 +83,7 @@ def losses(setting: tuple[str, int, int], graphs: Sequence[Tasks]) -> Loss:
 
 
 def _planned(tasks: Tasks, times: float) -> Schedule:
-    return choose(with_contention(tasks, times), RULES)[0]
+    return choose(tasks.with_contention(times), RULES)[0]
 
 
 def _seconds(graphs: Sequence[Tasks], plans: Sequence[Schedule]) -> float:

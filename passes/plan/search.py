@@ -46,6 +46,8 @@ MORE_MEMORY = 1.005
 """Without a budget, a schedule with fewer launches may hold at most this many times as much memory."""
 DEVICE_SHARE = 0.01
 """If the host is slower than the device: the share of the device's time in a schedule's score, beside the host's."""
+SHARE_WITHOUT_CONTENTION = 0.03
+"""The share of the time without contention in a schedule's score."""
 SHARE_PER_LAUNCH = 1e-6
 """The share that each launch adds to a schedule's score, so that fewer launches win if schedules are equal."""
 
@@ -105,9 +107,9 @@ def search(
             if candidate in tried or not _fits(tasks, candidate, limit):
                 continue
             tried.add(candidate)
-            if (score := _score(tasks, candidate)) < least:
+            if (score := _score(tasks, candidate, least)) < least:
                 best, least = Found(candidate, simulate(tasks, candidate), named), score
-        if least < GOOD_ENOUGH * bound:
+        if best is not None and best.simulation.seconds < GOOD_ENOUGH * bound:
             break
     if best is None:
         raise over_budget(tasks.phase, max(memory_curve(tasks, base)), limit, bucket)
@@ -133,15 +135,26 @@ def over_budget(phase: str, needed: int, budget: float, bucket: object = "auto")
     )
 
 
-def _score(tasks: Tasks, schedule: Schedule) -> float:
+def _score(tasks: Tasks, schedule: Schedule, least: float = float("inf")) -> float:
     """Seconds of a schedule, slightly changed so that equal schedules can be compared.
 
     Each launch adds a little. If the host is slower than the device, the device's time still counts a little, because
-    otherwise all schedules with the same number of launches would be equal.
+    otherwise all schedules with the same number of launches would be equal. The time without contention counts a
+    little, too, because contention is the least certain of the costs: of two schedules that take as long, the one that
+    waits less for collectives is quicker if there is less contention.
+
+    Args:
+        least: a score that is of no interest if it is not below this may be any number that is not below.
     """
     device, host = makespan(tasks, schedule, host=False), tasks.host_bound(len(schedule))
+    per_launch = 1 + SHARE_PER_LAUNCH * len(schedule)
+    if tasks.has_contention:
+        shortest = tasks.seconds_before[-1]
+        if per_launch * (device + SHARE_WITHOUT_CONTENTION * (shortest - device)) < least:
+            shortest = makespan(tasks.without_contention, schedule, host=False)
+        device += SHARE_WITHOUT_CONTENTION * (shortest - device)
     seconds = max(device, host) - DEVICE_SHARE * max(0.0, host - device)
-    return seconds * (1 + SHARE_PER_LAUNCH * len(schedule))
+    return seconds * per_launch
 
 
 # ---- portfolio -------------------------------------------------------------------------------------------------------
@@ -252,7 +265,7 @@ def _improved(tasks: Tasks, best: Found, limit: float) -> Found:
             tries -= 1
             if schedule is None:
                 continue
-            if (score := _score(tasks, schedule)) < least * (1 - 1e-6) and _fits(tasks, schedule, limit):
+            if (score := _score(tasks, schedule, least)) < least * (1 - 1e-6) and _fits(tasks, schedule, limit):
                 origin = best.origin if best.origin.endswith("local search") else f"{best.origin}, local search"
                 best, least, improved = Found(schedule, simulate(tasks, schedule), origin), score, True
                 break

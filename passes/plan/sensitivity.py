@@ -55,20 +55,10 @@ def shifted_rates(tasks: Tasks) -> Iterator[tuple[str, bool, Tasks]]:
         if late != tasks.channels:
             yield "latency", lower, replace(tasks, channels=late)
         if tasks.has_contention:
-            yield "contention", lower, with_contention(tasks, 1 / share)
+            yield "contention", lower, tasks.with_contention(1 / share)
         for rate, names in _SECONDS.items():
             if any(getattr(tasks, name) for name in names):
                 yield rate, lower, replace(tasks, **{name: getattr(tasks, name) / share for name in names})
-
-
-def with_contention(tasks: Tasks, times: float) -> Tasks:
-    """Return the same tasks with all contention multiplied by ``times``."""
-    return replace(
-        tasks,
-        segments=tuple(replace(segment, contention=segment.contention * times) for segment in tasks.segments),
-        copy_contention=tasks.copy_contention * times,
-        collective_contention=tasks.collective_contention * times,
-    )
 
 
 _SECONDS = {

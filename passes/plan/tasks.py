@@ -196,6 +196,20 @@ class Tasks(PlainData):
         segments = [replace(segment, seconds=span) for segment, span in zip(self.segments, spans, strict=True)]
         return replace(self, segments=tuple(segments), model_collectives=())
 
+    def with_contention(self, times: float) -> Tasks:
+        """The same tasks with all contention multiplied by ``times``."""
+        return replace(
+            self,
+            segments=tuple(replace(segment, contention=segment.contention * times) for segment in self.segments),
+            copy_contention=self.copy_contention * times,
+            collective_contention=self.collective_contention * times,
+        )
+
+    @cached_property
+    def without_contention(self) -> Tasks:
+        """The same tasks, as if compute and collectives did not slow each other down."""
+        return self.with_contention(0.0)
+
     @property
     def end(self) -> int:
         """The number of the last, empty segment."""
