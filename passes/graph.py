@@ -136,6 +136,13 @@ def waits_of(launch: Node) -> list[Node]:
     return [user for user in users if user.target is transport.WAIT]
 
 
+def draws_numbers(node: Node) -> bool:
+    """Whether a call draws random numbers. Attention may, but not without dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return "dropout_p" not in _arguments(node.target) or argument(node, "dropout_p") != 0
+
+
 def is_getitem(node: Node) -> bool:
     """Whether a node takes an element of a tuple or list."""
     return node.op == "call_function" and node.target is operator.getitem

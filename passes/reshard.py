@@ -23,6 +23,7 @@ from compiled_fsdp.passes.graph import (
     calls,
     computed_from_parameters,
     cut_ids,
+    draws_numbers,
     is_getitem,
     ops,
     set_argument,
@@ -112,7 +113,7 @@ def _random(gm: GraphModule) -> list[Node]:
     """
     found = []
     for node in gm.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and "recompute" not in node.meta:
+        if draws_numbers(node) and "recompute" not in node.meta:
             found += _with_elements(node)
     return found
 

@@ -86,7 +86,7 @@ def mark_memory(gm: GraphModule) -> None:
             continue
         if node in unstored:
             node.meta[NOT_STORED] = True
-        elif getattr(call_of(node)[0], "overloadpacket", None) in _SCATTERS or _is_pointwise(node):
+        elif getattr(call_of(node)[0], "overloadpacket", None) in _SCATTERS or is_pointwise(node):
             node.meta[OVERWRITES] = True
 
 
@@ -103,7 +103,7 @@ def _levels(gm: GraphModule) -> dict[Node, int]:
         if node.op == "call_function" and not computes(node) and not is_view(node) and not is_getitem(node):
             levels[node] = above + 1  # a collective
     for node in reversed(gm.graph.nodes):
-        if computes(node) and _is_pointwise(node):
+        if computes(node) and is_pointwise(node):
             users = users_of(node)
             below = {levels[user] for user in users}
             if len(below) == 1 and all(computes(user) and not is_library(user) for user in users):
@@ -111,7 +111,8 @@ def _levels(gm: GraphModule) -> dict[Node, int]:
     return levels
 
 
-def _is_pointwise(node: Node) -> bool:
+def is_pointwise(node: Node) -> bool:
+    """Whether each element of a node's result is computed from one element of each input."""
     return torch.Tag.pointwise in getattr(call_of(node)[0], "tags", ())
 
 
