@@ -50,14 +50,14 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
         if node in resharded or (node not in reads and any(i in recomputed for i in node.all_input_nodes)):
             recomputed[node] = None
     for node in cut_ids(gm):  # if saved, each would be an output of forward
-        _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
+        mark(node, CheckpointPolicy.MUST_RECOMPUTE)
     for read in reads:
         if read not in recomputed:
-            _mark(read, CheckpointPolicy.MUST_SAVE)
+            mark(read, CheckpointPolicy.MUST_SAVE)
     for node in recomputed:
-        _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
+        mark(node, CheckpointPolicy.MUST_RECOMPUTE)
     for node in (*_readers_of_written_inputs(gm), *(_random(gm) if ctx.rules.budget is not None else ())):
-        _mark(node, CheckpointPolicy.MUST_SAVE)
+        mark(node, CheckpointPolicy.MUST_SAVE)
     for retained in calls(gm, ops.retain.default):
         # if both outputs were one tensor, AOTAutograd would mark both as not differentiable
         retained.meta[IS_APART] = any(user.op == "output" for user in retained.all_input_nodes[0].users)
@@ -129,6 +129,7 @@ def _is_kept(read: Node, ctx: PassContext) -> bool:
     return keep and ctx.has_collective(argument(read, "world"))
 
 
-def _mark(node: Node, policy: CheckpointPolicy) -> None:
+def mark(node: Node, policy: CheckpointPolicy) -> None:
+    """Make torch's partitioner save a node, or compute it again in backward."""
     node.meta["recompute"] = policy
     node.meta["ac_graph_id"] = _CHECKPOINTED_REGION

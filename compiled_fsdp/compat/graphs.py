@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -166,19 +166,3 @@ def min_cut_partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: 
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
-
-
-@contextlib.contextmanager
-def activation_share(share: float) -> Iterator[bool]:
-    """Return a context in which the partitioner keeps this share of the activations' memory.
-
-    It yields False, and changes nothing, if the user has asked for a smaller share.
-    """
-    from torch._functorch import config
-
-    asked = config.activation_memory_budget
-    if share > asked and share < 1:
-        yield False
-        return
-    with config.patch(activation_memory_budget=min(share, asked)):
-        yield True

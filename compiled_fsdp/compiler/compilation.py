@@ -71,7 +71,7 @@ from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.followed import BoundPlan
 from compiled_fsdp.state import registry
 
-_SHARED = float | tuple[int, ...]  # the values that ranks agree on before they cut a joint graph
+_SHARED = int | tuple[int, ...]  # the values that ranks agree on before they cut a joint graph
 log = logging.getLogger(__name__)
 for _log in (log, *map(logging.getLogger, (cut.__module__, plan_pass.__name__, run_passes.__module__))):
     speaks_for_all(_log)
@@ -241,7 +241,7 @@ class Compilation:
         halves = cut(
             joint,
             ctx,
-            mark=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
+            mark_reads=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
             partition=lambda gm: min_cut_partition(gm, joint_inputs, **kwargs),
             agree=lambda topic, propose: from_json(_SHARED, self._agree(topic, lambda: json.dumps(propose()))),
         )

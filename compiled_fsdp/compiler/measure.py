@@ -44,8 +44,9 @@ speaks_for_all(log)
 _VERSION = 10  # of the method of measuring; a part of the cache's key
 _REPEATS = 3  # repeats of a measurement; the median counts
 _ROUNDS = 12  # the fewest comparisons of compute with and without collectives; the middle half counts
-_UNSURE = 0.02  # there are more comparisons until the slowdown is known this well (its standard error)
-_LONGEST_COMPARISON = 15.0  # or until they have taken so many seconds
+_UNSURE = 0.015  # there are more comparisons until the slowdown is known this well (its standard error)
+_LONGEST_COMPARISON = 12.0  # or until they have taken so many seconds
+_COMPARED = 0.3  # seconds of compute in each of them, on a CPU, which switches between threads every few milliseconds
 _QUEUED = 4  # the least number of collectives that are launched one after another
 _MOST_QUEUED = 128
 # A network with a limited rate may carry so many bytes at full speed after a pause. Only later bytes count.
@@ -77,7 +78,7 @@ def measure_hardware(
 
     Every rank of the mesh must call it, before training and outside of compiled code. Later compiles with
     ``hardware="auto"`` (the default) plan with the result. Rates are those of the slowest rank. The first call takes
-    about half a minute. The result is cached in ``$COMPILED_FSDP_CACHE_DIR`` (by default ``~/.cache/compiled_fsdp``),
+    about a minute. The result is cached in ``$COMPILED_FSDP_CACHE_DIR`` (by default ``~/.cache/compiled_fsdp``),
     by hosts, devices, threads, backend, torch version and whether float32 is computed in TF32. It is not cached, and a
     warning says so, if times do not fit a curve in several tries, because something else is running. The first rank
     decides whether the cache is used.
@@ -301,38 +302,47 @@ class _Stopwatch:
         """Return how much gathers slow down compute, and compute gathers, in the dtype that the device trains in."""
         n, dtype = (4096, torch.bfloat16) if self.device.type == "cuda" else (768, torch.float32)
         x = torch.randn(n, n, device=self.device, dtype=dtype)
-        product, collective = self._slow_each_other(lambda: [x @ x for _ in range(8)])
+        product, collective = self._slow_each_other(lambda: x @ x)
         # Into memory that is there already: fresh memory takes a CPU many page faults, whose time varies.
         size = 2**28 if self.device.type == "cuda" else 2**26
         source, target = (torch.zeros(size, device=self.device, dtype=torch.uint8) for _ in range(2))
-        memory, _ = self._slow_each_other(lambda: [target.copy_(source) for _ in range(8)])
+        memory, _ = self._slow_each_other(lambda: target.copy_(source))
         return Contention(product, product, memory, collective)
 
-    def _slow_each_other(self, compute: Callable[[], Any]) -> tuple[float, float]:
-        """Return the shares by which ``compute`` takes longer beside gathers, and gathers beside ``compute``."""
-        alone = self.seconds(compute)
+    def _slow_each_other(self, kernel: Callable[[], Any]) -> tuple[float, float]:
+        """Return the shares by which ``kernel`` takes longer beside gathers, and gathers beside it."""
+        repeats = 8 if self.device.type == "cuda" else math.ceil(_COMPARED / self.seconds(kernel))
+
+        def compute() -> None:
+            for _ in range(repeats):
+                kernel()
+
+        quick = self.seconds(compute)
         gather = partial(self._gather, self.shards)
         # Several gathers in a row: each begins with a copy of this rank's shard, which must not count for all its time.
-        long = alone / _BESIDE
+        long = quick / _BESIDE
         size = next((s for s in _SIZES if self.seconds(partial(gather, s, _QUEUED), 1) > _QUEUED * long), _SIZES[-1])
         seconds = self.seconds(partial(gather, size, _QUEUED), 1) / _QUEUED
-        count = gathers_beside(alone, seconds)
+        count = gathers_beside(quick, seconds)
         while True:
             slowed, done = self._beside(compute, size, count)
             if done > slowed + seconds / 2 or 2 * count > _MOST_BESIDE:
                 break
             count *= 2  # the gathers ended before compute: a network may carry the first ones quicker
-        rounds: list[tuple[float, ...]] = []
+        gathers = statistics.median(self._beside(lambda: None, size, count)[1] for _ in range(_REPEATS))
         shares: list[float] = []
+        ends: list[float] = []
+        taken, alone = 0.0, self._slowest(self._once(compute))
         # The times are the same on all ranks, so all ranks stop after the same round.
-        while len(rounds) < _ROUNDS or (unsure(shares) > _UNSURE and sum(map(sum, rounds)) < _LONGEST_COMPARISON):
-            slowed, done = self._beside(compute, size, count)  # in turn, because a machine's speed changes
+        while len(shares) < _ROUNDS or (unsure(shares) > _UNSURE and taken < _LONGEST_COMPARISON):
+            before = alone
+            slowed, done = self._beside(compute, size, count)
             alone = self._slowest(self._once(compute))
-            gathers = self._beside(lambda: None, size, count)[1]
-            rounds.append((slowed, done, alone, gathers))
-            shares.append(slowed / alone)
-        slowed, done, _, gathers = map(middle, zip(*rounds, strict=True))
-        return contention(1.0, middle(shares)), contention_of_collectives(gathers, slowed, done)
+            shares.append(2 * slowed / (before + alone))  # before and after, because a machine's speed changes
+            ends.append(done)
+            taken += done + alone
+        share = middle(shares)
+        return contention(1.0, share), contention_of_collectives(gathers, share * quick, middle(ends))
 
     def _beside(self, compute: Callable[[], Any], size: int, count: int) -> tuple[float, float]:
         """Return the seconds until compute beside ``count`` gathers is done, and until the gathers are done.

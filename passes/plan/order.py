@@ -67,7 +67,9 @@ def sides_of(tasks: Tasks, bucketings: Mapping[Kind, Bucketing], form: str | Non
         bucketing = bucketings.get(kind) or one_by_one(tasks.collectives(kind))
         divided = [part for indices in bucketing for part in _divided(tasks, kind, indices)]
         sides[not kind.supplies].extend(bucket_of(tasks, kind, indices, form) for indices in divided)
-    return sorted(sides[0], key=lambda bucket: bucket.due), sorted(sides[1], key=lambda bucket: (bucket.ready, bucket.due))
+    return sorted(sides[0], key=lambda bucket: bucket.due), sorted(
+        sides[1], key=lambda bucket: (bucket.ready, bucket.due)
+    )
 
 
 def bucket_of(tasks: Tasks, kind: Kind, indices: tuple[int, ...], form: str | None = None) -> OrderedBucket:

@@ -1,0 +1,333 @@
+"""What backward computes again instead of reading what forward saved: choices from much memory to little.
+
+Each result of forward that backward needs is saved, or computed again from results that are. With a price for each saved
+byte, in seconds, the cheapest choice is a minimum cut (torch's partitioner cuts for bytes alone, see
+https://dev-discuss.pytorch.org/t/467; with costs on both sides it is Picard's closure problem, Management Science 22,
+1976). A higher price saves less. What is computed again for one layer must not need the whole forward before it, so the
+results through which all of forward passes, as the residual stream between two layers, divide it into groups, and are
+saved. More memory is saved with fewer of them, as in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+"""
+
+# Why: docs/design/memory.md, "What is computed again under a memory budget"
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx  # type: ignore[import-untyped]
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from compiled_fsdp.compat.graphs import tensors_in
+from compiled_fsdp.passes.cost.compute import Cost, node_costs
+from compiled_fsdp.passes.cost.fusion import computes, is_library, is_pointwise, users_of
+from compiled_fsdp.passes.graph import computed_from_parameters, draws_numbers, is_getitem, ops
+from compiled_fsdp.passes.memory import storage_bytes
+from compiled_fsdp.passes.views import is_view, memory_of
+
+if TYPE_CHECKING:
+    from compiled_fsdp.passes.context import PassContext
+
+PRICES = tuple(2.0**power for power in range(-2, 14))
+"""Prices of a saved byte, as multiples of the time that it takes to read or write it."""
+NEGLIGIBLE = 8
+"""A result does not count as one that passes between groups if another one there is so many times as large."""
+_NEVER = 1e6
+"""Seconds that no choice saves: for what must not be computed again, or saved."""
+_UNIT = 2**60
+_AGAIN, _SAVED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+_POLICIES = {CheckpointPolicy.PREFER_RECOMPUTE: _AGAIN, CheckpointPolicy.PREFER_SAVE: _SAVED}
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A result of forward, as the cut sees it."""
+
+    # The items of the same group that it is computed from.
+    reads: tuple[int, ...]
+    # Its bytes; None if it cannot be saved: a view, or several tensors.
+    bytes: int | None
+    # Seconds to compute it again; None if that is not allowed.
+    seconds: float | None
+    # Whether backward or a later group reads it.
+    needed: bool
+    # Whether the user's checkpoint computes it again.
+    is_again: bool
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A choice for all of forward: by segment, what is computed again or saved, and the saved bytes."""
+
+    policies: tuple[Mapping[str, CheckpointPolicy], ...]
+    saved: tuple[int, ...]
+    # The most bytes that one group computes again.
+    held: int
+    # Seconds of what is computed again.
+    seconds: float
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.saved) + self.held
+
+
+class Choices:
+    """What backward may compute again, in steps from nothing but what torch's partitioner chooses to nearly everything.
+
+    Between two levels there is a step for each segment of forward: the first segments save less before the last ones
+    do, because their results are computed again when other memory is free.
+
+    Args:
+        joint: the joint graph, with the marks of ``reshard``.
+        ctx: the context of its passes.
+    """
+
+    def __init__(self, joint: GraphModule, ctx: PassContext) -> None:
+        self._segments = _Segments(joint, ctx)
+        self._count = len(self._segments.items)
+        self._levels = tuple(_least_costs(self._levels_at_all_prices(ctx)))
+
+    def __len__(self) -> int:
+        return 1 + self._count * len(self._levels)
+
+    def policies(self, step: int) -> dict[str, CheckpointPolicy]:
+        """What a step computes again or saves, by the node's name; nothing for step 0."""
+        found: dict[str, CheckpointPolicy] = {}
+        for segment, level in enumerate(self._levels_of(step)):
+            found |= {} if level is None else level.policies[segment]
+        return found
+
+    def bytes(self, step: int, saved: Mapping[str, int]) -> int:
+        """An estimate of what a step holds for backward.
+
+        Args:
+            saved: the bytes of what step 0 saves, by the node's name.
+        """
+        levels = self._levels_of(step)
+        places = {name: self._segments.place_of(name) for name in saved}
+        unmarked = sum(size for name, size in saved.items() if (at := places[name]) is None or levels[at] is None)
+        marked = sum(level.saved[segment] for segment, level in enumerate(levels) if level is not None)
+        return unmarked + marked + max((level.held for level in levels if level is not None), default=0)
+
+    def _levels_of(self, step: int) -> list[_Level | None]:
+        """The level of each segment; None for one without marks."""
+        if step == 0:
+            return [None] * self._count
+        above, upto = divmod(step - 1, self._count)
+        rest = self._levels[above - 1] if above else None
+        return [self._levels[above] if segment <= upto else rest for segment in range(self._count)]
+
+    def _levels_at_all_prices(self, ctx: PassContext) -> Iterator[_Level]:
+        per_byte, stride = 1 / ctx.hardware.copy, 1
+        while stride == 1 or stride < self._count:
+            for price in PRICES if stride <= 2 else PRICES[-1:]:
+                yield self._segments.level(stride, price * per_byte, per_byte)
+            stride *= 2
+
+
+def _least_costs(levels: Iterator[_Level]) -> Iterator[_Level]:
+    """Of some levels those that no other beats in both bytes and seconds, from most bytes to least."""
+    found: list[_Level] = []
+    for level in sorted(levels, key=lambda level: (level.bytes, level.seconds)):
+        if not found or level.seconds < found[-1].seconds:
+            found.append(level)
+    return reversed(found)
+
+
+class _Segments:
+    """Forward in pieces, each of which ends with a result through which all of forward passes.
+
+    Attributes:
+        items: the nodes of each segment that are not computed from parameters alone.
+    """
+
+    def __init__(self, joint: GraphModule, ctx: PassContext) -> None:
+        self._costs, self._ctx = node_costs(joint, fused=ctx.fused), ctx
+        forward = forward_of(joint)
+        from_parameters = computed_from_parameters(joint, lambda node: node.target is ops.unshard.default)
+        inside = [node for node in forward if node.op == "call_function" and node not in from_parameters]
+        inside = [node for node in inside if not _is_size(node)]
+        self._of_forward_alone = _of_forward_alone(joint, set(forward), from_parameters)
+        ends = set(_waists(inside, from_parameters))
+        self.items: list[list[Node]] = [[]]
+        for node in inside:
+            self.items[-1].append(node)
+            if node in ends:
+                self.items.append([])
+        if len(self.items) > 1 and not any(map(is_library, self.items[-1])):
+            self.items[-2:] = [[*self.items[-2], *self.items[-1]]]
+        self._place = {node.name: place for place, nodes in enumerate(self.items) for node in nodes}
+        self._ends = {node.name for node in ends}
+
+    def place_of(self, name: str) -> int | None:
+        """The segment of a node; None for nodes that no segment has, as full parameters."""
+        return self._place.get(name)
+
+    def level(self, stride: int, price: float, per_byte: float) -> _Level:
+        """The cheapest choice at a price in seconds for each byte, with every ``stride``-th end of a segment saved.
+
+        What the last segment saves is needed again at once, so there a saved byte has the least price.
+        """
+        policies: list[dict[str, CheckpointPolicy]] = [{} for _ in self.items]
+        saved, held, seconds = [0] * len(self.items), 0, 0.0
+        end = len(self.items) - 1
+        for first in (*range(0, end, stride), end):
+            nodes = list(itertools.chain(*self.items[first : min(first + stride, end) if first < end else None]))
+            items = self._problem(nodes)
+            again, kept = _cheapest(items, price if first < end else PRICES[0] * per_byte, per_byte)
+            for i in again | kept:
+                policies[self._place[nodes[i].name]][nodes[i].name] = _AGAIN if i in again else _SAVED
+            for i in kept:
+                saved[self._place[nodes[i].name]] += items[i].bytes or 0
+            held = max(held, sum(items[i].bytes or 0 for i in again if items[i].seconds))
+            seconds += sum(items[i].seconds or 0.0 for i in again)
+        return _Level(tuple(policies), tuple(saved), held, seconds)
+
+    def _problem(self, nodes: Sequence[Node]) -> tuple[_Item, ...]:
+        number = {node: i for i, node in enumerate(nodes)}
+        last = nodes[-1] if nodes[-1].name in self._ends else None
+
+        def is_inside(user: Node) -> bool:
+            return user in number or user.op == "output" or _is_size(user)
+
+        return tuple(
+            _Item(
+                tuple(number[source] for source in node.all_input_nodes if source in number),
+                _bytes_to_save(node),
+                None if node is last else self._seconds(node),
+                node is last or not all(map(is_inside, node.users)),
+                _policy(node) is _AGAIN,
+            )
+            for node in nodes
+        )
+
+    def _seconds(self, node: Node) -> float | None:
+        """Seconds to compute a node again; None if it must not be."""
+        if _policy(node) is _SAVED or draws_numbers(node):
+            return None
+        if is_view(node) or is_getitem(node):
+            return 0.0
+        if not computes(node) or getattr(node.target, "namespace", "") not in ("aten", "prims"):
+            return None
+        if not self._of_forward_alone.isdisjoint(node.all_input_nodes):
+            return None  # backward would gather the parameter for this alone, or hold it until then
+        cost, hardware = self._costs[node], self._ctx.hardware
+        if is_library(node) or not is_pointwise(node):
+            return float(cost.seconds(hardware))
+        # A kernel computes it where it is read. Only for a library kernel it is written once more.
+        is_written = any(computes(user) and is_library(user) for user in users_of(node))
+        return float(Cost(0, storage_bytes(node) if is_written else 0, 0, cost.dtype).seconds(hardware))
+
+
+def forward_of(joint: GraphModule) -> list[Node]:
+    """The nodes that the outputs of forward depend on: those outputs of a joint graph that need no tangent."""
+    after: set[Node] = set()
+    for node in joint.graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or any(source in after for source in node.all_input_nodes):
+            after.add(node)
+    output = next(iter(reversed(joint.graph.nodes)))
+    needed: set[Node] = set()
+    stack = [node for node in output.all_input_nodes if node not in after]
+    while stack:
+        if (node := stack.pop()) not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    # also elements of tuples that only backward reads, as the sums of attention
+    return [n for n in joint.graph.nodes if n in needed or (is_getitem(n) and n.all_input_nodes[0] in needed)]
+
+
+def _of_forward_alone(joint: GraphModule, forward: set[Node], from_parameters: Mapping[Node, None]) -> set[Node]:
+    """Parameters that backward does not read, and what is computed from them."""
+    read = [node for node in joint.graph.nodes if node not in forward and node not in from_parameters]
+    needed = set(read)
+    while read:
+        sources = [source for source in read.pop().all_input_nodes if source in from_parameters]
+        read += [source for source in sources if source not in needed]
+        needed.update(sources)
+    alone: set[Node] = set()
+    for node in from_parameters:
+        if node not in needed and (node.target is ops.unshard.default or not alone.isdisjoint(node.all_input_nodes)):
+            alone.add(node)
+    return alone
+
+
+def _waists(nodes: Sequence[Node], from_parameters: Container[Node]) -> Iterator[Node]:
+    """The results through which all of forward passes: at some place nothing else that depends on parameters is alive.
+
+    Between two of them there is a library kernel.
+    """
+    place = {node: i for i, node in enumerate(nodes)}
+    last: dict[Node, int] = {}
+    depends: set[Node] = set()
+    for node in nodes:
+        sources = [memory_of(source) for source in node.all_input_nodes]
+        if any(source in depends or source in from_parameters for source in sources):
+            depends.add(node)
+        last |= dict.fromkeys(sources, place[node])
+    alive: dict[Node, int] = {}
+    is_new = False
+    for i, node in enumerate(nodes):
+        is_new = is_new or is_library(node)
+        alive = {other: size for other, size in alive.items() if last[other] > i}
+        if node in depends and memory_of(node) is node and last.get(node, 0) > i:
+            alive[node] = storage_bytes(node)
+        largest = [other for other, size in alive.items() if size * NEGLIGIBLE > max(alive.values())]
+        if len(largest) == 1 and is_new and largest[0] is node:
+            is_new = False
+            yield node
+
+
+@functools.lru_cache(maxsize=1024)
+def _cheapest(items: tuple[_Item, ...], price: float, per_byte: float) -> tuple[frozenset[int], frozenset[int]]:
+    """The items to compute again, and those to save, at ``price`` seconds for each byte.
+
+    Args:
+        per_byte: the seconds to read or write a byte.
+    """
+    graph = nx.DiGraph()
+
+    def edge(source: Any, target: Any, seconds: float) -> None:
+        # whole numbers, so that the cut is the same on all ranks; one without a capacity is never cut
+        graph.add_edge(source, target, **({} if seconds == math.inf else {"capacity": round(seconds * _UNIT)}))
+
+    for i, item in enumerate(items):
+        made, there = (i, 0), (i, 1)
+        edge(made, there, math.inf if item.bytes is None else item.bytes * (price + 2 * per_byte))
+        if item.is_again:
+            edge(made, "backward", _NEVER)
+        elif item.seconds != 0:
+            edge("forward", made, _NEVER if item.seconds is None else item.seconds)
+        if item.needed:
+            edge(there, "backward", math.inf)
+        for source in item.reads:
+            edge((source, 1), made, math.inf)
+    if "forward" not in graph or "backward" not in graph:
+        return frozenset(), frozenset()
+    _, (before, after) = nx.minimum_cut(graph, "forward", "backward")
+    again = frozenset(i for i in range(len(items)) if (i, 0) in after)
+    return again, frozenset(i for i in range(len(items)) if (i, 0) in before and (i, 1) in after)
+
+
+def _bytes_to_save(node: Node) -> int | None:
+    """The bytes that saving a result takes; None for views and tuples, which are not saved as such."""
+    if is_view(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    is_output = any(user.op == "output" for user in node.users)  # the caller holds it anyway
+    return 0 if is_output else storage_bytes(node)
+
+
+def _policy(node: Node) -> CheckpointPolicy | None:
+    policy: CheckpointPolicy | None = node.meta.get("recompute")
+    return policy if policy is None else _POLICIES.get(policy, policy)
+
+
+def _is_size(node: Node) -> bool:
+    """Whether a node is a number, which takes no memory: partitioners save it, or compute it again, as they like."""
+    return "val" in node.meta and not tensors_in(node.meta["val"])
