@@ -292,6 +292,7 @@ def _cheapest(items: tuple[_Item, ...], price: float, per_byte: float) -> tuple[
         per_byte: the seconds to read or write a byte.
     """
     graph = nx.DiGraph()
+    graph.add_nodes_from(["forward", "backward"])
 
     def edge(source: Any, target: Any, seconds: float) -> None:
         # whole numbers, so that the cut is the same on all ranks; one without a capacity is never cut
@@ -308,8 +309,6 @@ def _cheapest(items: tuple[_Item, ...], price: float, per_byte: float) -> tuple[
             edge(there, "backward", math.inf)
         for source in item.reads:
             edge((source, 1), made, math.inf)
-    if "forward" not in graph or "backward" not in graph:
-        return frozenset(), frozenset()
     _, (before, after) = nx.minimum_cut(graph, "forward", "backward")
     again = frozenset(i for i in range(len(items)) if (i, 0) in after)
     return again, frozenset(i for i in range(len(items)) if (i, 0) in before and (i, 1) in after)

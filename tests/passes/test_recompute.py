@@ -1,0 +1,143 @@
+"""What backward computes again under a memory budget."""
+
+import functools
+import itertools
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import CheckpointPolicy
+
+from compiled_fsdp import explain, fully_shard
+from compiled_fsdp.passes import cut
+from compiled_fsdp.passes.recompute import Choices, _cheapest, _Item
+from tests.harness import batch, compiled, shard
+from tests.harness.fake import fake_group
+from tests.harness.models import small
+from tests.passes.random_cases import cases
+
+AGAIN, SAVED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+
+
+# ---- one group -------------------------------------------------------------------------------------------------------
+@st.composite
+def groups(draw):
+    """Up to six results, each of which can be saved or computed again."""
+    items = []
+    for i in range(draw(st.integers(1, 6))):
+        size, seconds = draw(st.sampled_from([(1, 0), (3, 0), (1, 1), (4, 2), (2, None), (None, 0), (None, 3)]))
+        reads = draw(st.sets(st.integers(0, i - 1), max_size=2)) if i else ()
+        items.append(_Item(tuple(sorted(reads)), size, seconds, draw(st.booleans()), draw(st.sampled_from([0, 0, 1]))))
+    return tuple(items)
+
+
+def cost_of(items, again, saved, price):
+    """The cost of a choice; None if something is missing."""
+    for i, item in enumerate(items):
+        there = i in again or i in saved
+        if (item.needed or item.is_again) and not there:
+            return None
+        if item.is_again and i not in again:
+            return None
+        if i in again and (item.seconds is None and not item.is_again):
+            return None
+        if i in saved and item.bytes is None:
+            return None
+        if i in again and not all(read in again or read in saved for read in item.reads):
+            return None
+    total = sum(0 if items[i].is_again else items[i].seconds for i in again)
+    return total + sum(items[i].bytes * (price + 2) for i in saved)
+
+
+@cases(60)
+@given(groups(), st.integers(0, 4))
+def test_no_choice_costs_less(items, price):
+    """Beside all choices there are."""
+    again, saved = _cheapest(items, float(price), 1.0)
+    assert not again & saved
+    costs = []
+    for choice in itertools.product(("", "again", "saved"), repeat=len(items)):
+        sets = [{i for i, made in enumerate(choice) if made == word} for word in ("again", "saved")]
+        costs.append(cost_of(items, *sets, price))
+    assert cost_of(items, again, saved, price) == min(cost for cost in costs if cost is not None)
+
+
+def test_a_higher_price_saves_less():
+    """A product of 10 s and 1 byte, and what is computed from it, 4 bytes in no time."""
+    items = (_Item((), 1, 10.0, True, False), _Item((0,), 4, 0.0, True, False))
+    assert _cheapest(items, 1.0, 0.0) == ({1}, {0})
+    assert _cheapest(items, 11.0, 0.0) == ({0, 1}, set())
+
+
+# ---- a model ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def choices():
+    """A list of the choices that compiles consider."""
+    made = []
+
+    def make(*args):
+        made.append(Choices(*args))
+        return made[-1]
+
+    with mock.patch.object(cut, "Choices", make):
+        yield made
+
+
+@functools.cache  # several tests look at the same choices
+def planned(share=None):
+    """The graphs of a model of four blocks, of which activations are most of the memory, and the choices."""
+    budget = {} if share is None else {"memory_budget": int(share * peak_of(planned()[0]))}
+    with fake_group(4), choices() as made:
+        model = shard(small(dim=32, blocks=4), fully_shard)
+        compiled(model, **budget)(batch(0, 0, size=64)[0]).sum().backward()
+        return explain(model).graphs, made
+
+
+def peak_of(graphs):
+    return max(graph.simulation.peak for graph in graphs)
+
+
+def compute_of(graphs):
+    """Seconds of compute alone."""
+    return sum(graph.tasks.seconds_before[-1] for graph in graphs)
+
+
+def test_less_memory_takes_more_compute():
+    """Each budget is kept. Without need nothing is chosen."""
+    graphs, made = planned()
+    assert not made
+    seconds = [compute_of(graphs)]
+    for share in (0.9, 0.75, 0.55):
+        less, made = planned(share)
+        assert made
+        assert peak_of(less) <= share * peak_of(graphs)
+        seconds.append(compute_of(less))
+    assert seconds == sorted(set(seconds))
+
+
+def test_the_first_layers_compute_again_before_the_last_ones():
+    """In steps of a block. The residual stream between the blocks is saved, at all of its places or at some of them."""
+    _, (made, *_) = planned(0.75)
+    blocks = made._segments.items
+    assert len(blocks) == 5  # and the head
+    for step in range(5):
+        names = {node.name for block in blocks[:step] for node in block}
+        assert made.policies(step).keys() <= names
+    ends = [block[-1].name for block in blocks[:-1]]
+    assert all(made.policies(5)[end] is SAVED for end in ends)
+    assert all(SAVED in [made.policies(step)[end] for end in ends] for step in range(5, len(made), 5))
+
+
+def test_the_embedding_is_not_gathered_to_compute_it_again():
+    _, (made, *_) = planned(0.6)
+    for step in range(len(made)):
+        assert made.policies(step).get("embedding") != AGAIN
+
+
+@pytest.mark.more
+def test_the_same_choice_each_time():
+    """The numbers of a cut are whole, so that ranks choose alike."""
+    first, again = (made[0] for _, made in (planned(0.75), planned.__wrapped__(0.75)))
+    assert [first.policies(step) for step in range(len(first))] == [again.policies(step) for step in range(len(again))]
