@@ -11,9 +11,9 @@ leaves the CPU to compute: overlap is measured, not simulated. Models are in flo
 
 For each setting all systems run in the same processes, and each round has one step of each system in turn. A step is
 forward and backward, from a barrier to a barrier. The program prints medians with their 95 % intervals (order
-statistics: see ``medians.py``), and ratios between steps of the same round. "cpu" are the seconds of all threads of rank
-0: where they are close to the step, collectives take cores from compute. ``memory.py`` measures peak memory. Bytes are
-those that the network card of rank 0's machine sent ("sent") and those that its loopback device sent ("inside").
+statistics: see ``medians.py``), and ratios between steps of the same round. "cpu" are the seconds of all threads of
+rank 0: where they are close to the step, collectives take cores from compute. ``memory.py`` measures peak memory. Bytes
+are those that the network card of rank 0's machine sent ("sent") and those that its loopback device sent ("inside").
 
 "broken" is the model with a graph break after every layer, "broken_inside" with one in the middle of every layer.
 "broken_autograd" breaks after every layer and uses compiled autograd. "blocks" compiles each layer alone.

@@ -56,7 +56,8 @@ Order = list[OrderedBucket]
 def sides_of(tasks: Tasks, bucketings: Mapping[Kind, Bucketing], form: str | None = None) -> tuple[Order, Order]:
     """Return the buckets that supply compute, in order of need, and those that drain it, in order of completion.
 
-    Of two that are complete at once, the one that is needed sooner comes first. A bucket that cannot be one collective, because one gradient is needed before another one is complete, is divided.
+    Of two that are complete at once, the one that is needed sooner comes first. A bucket that cannot be one collective,
+    because one gradient is needed before another one is complete, is divided.
 
     Args:
         bucketings: the buckets of each kind. Collectives of a kind that is not here are alone.
