@@ -1,11 +1,13 @@
 """What backward computes again instead of reading what forward saved: choices from much memory to little.
 
-Each result of forward that backward needs is saved, or computed again from results that are. With a price for each saved
-byte, in seconds, the cheapest choice is a minimum cut (torch's partitioner cuts for bytes alone, see
-https://dev-discuss.pytorch.org/t/467; with costs on both sides it is Picard's closure problem, Management Science 22,
-1976). A higher price saves less. What is computed again for one layer must not need the whole forward before it, so the
-results through which all of forward passes, as the residual stream between two layers, divide it into groups, and are
-saved. More memory is saved with fewer of them, as in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+Each result of forward that backward needs is saved, or computed again from results that are. With a price for each
+saved byte, in seconds, the cheapest choice is a minimum cut. (Torch's partitioner cuts for bytes alone: see
+https://dev-discuss.pytorch.org/t/467. With costs on both sides it is Picard's closure problem, Management Science 22,
+1976.) A higher price saves less.
+
+What is computed again for one layer must not need the whole forward before it. So forward is divided into groups, at
+results through which all of it passes, as the residual stream between two layers, and these are saved. Larger groups
+save less, as in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
 """
 
 # Why: docs/design/memory.md, "What is computed again under a memory budget"

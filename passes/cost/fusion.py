@@ -1,8 +1,8 @@
 """Which nodes of a graph become one kernel, and which results are never stored, if Inductor generates the code.
 
 Pointwise operations and reductions that depend on each other, with no matrix product or other library kernel in
-between, become one kernel. A result that only its own kernel reads is not written to memory. Inductor also computes some
-results again in each kernel that reads them; here those count as stored, so that no memory is left out.
+between, become one kernel. A result that only its own kernel reads is not written to memory. Inductor also computes
+some results again in each kernel that reads them; here those count as stored, so that no memory is left out.
 """
 
 # Why: docs/design/memory.md, "What a fused kernel does not store"
