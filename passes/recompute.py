@@ -31,7 +31,7 @@ from compiled_fsdp.passes.cost.compute import Cost, node_costs
 from compiled_fsdp.passes.cost.fusion import computes, is_library, is_pointwise, users_of
 from compiled_fsdp.passes.graph import computed_from_parameters, draws_numbers, is_getitem, ops
 from compiled_fsdp.passes.memory import storage_bytes
-from compiled_fsdp.passes.views import is_view, memory_of
+from compiled_fsdp.passes.views import is_view, memory_of, written_by
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -67,6 +67,9 @@ class _Item:
 class _Level:
     """A choice for all of forward: by segment, what is computed again or saved, and the saved bytes."""
 
+    # Of how many segments the last one's end is saved, and the price of a saved byte.
+    stride: int
+    price: float
     policies: tuple[Mapping[str, CheckpointPolicy], ...]
     saved: tuple[int, ...]
     # The most bytes that one group computes again.
@@ -93,7 +96,7 @@ class Choices:
     def __init__(self, joint: GraphModule, ctx: PassContext) -> None:
         self._segments = _Segments(joint, ctx)
         self._count = len(self._segments.items)
-        self._levels = tuple(_least_costs(self._levels_at_all_prices(ctx)))
+        self._levels = tuple(self._levels_at_all_prices(1 / ctx.hardware.copy))
 
     def __len__(self) -> int:
         return 1 + self._count * len(self._levels)
@@ -125,12 +128,21 @@ class Choices:
         rest = self._levels[above - 1] if above else None
         return [self._levels[above] if segment <= upto else rest for segment in range(self._count)]
 
-    def _levels_at_all_prices(self, ctx: PassContext) -> Iterator[_Level]:
-        per_byte, stride = 1 / ctx.hardware.copy, 1
-        while stride == 1 or stride < self._count:
-            for price in PRICES if stride <= 2 else PRICES[-1:]:
-                yield self._segments.level(stride, price * per_byte, per_byte)
-            stride *= 2
+    def _levels_at_all_prices(self, per_byte: float) -> Iterator[_Level]:
+        """Levels that save less and less.
+
+        What the last segment saves is needed again at once, so at first a saved byte has the least price there.
+        """
+        level = functools.partial(self._segments.level, per_byte=per_byte)
+        strides = [1, *itertools.takewhile(lambda stride: stride < self._count, (2**power for power in range(1, 64)))]
+        tries = [(stride, price) for stride in strides for price in (PRICES if stride <= 2 else PRICES[-1:])]
+        levels = list(_least_costs(level(stride, price, PRICES[0]) for stride, price in tries))
+        yield from levels
+        least = levels[-1]
+        for last in _least_costs(level(least.stride, least.price, price) for price in PRICES):
+            if sum(last.saved) < sum(least.saved):
+                least = last
+                yield last
 
 
 def _least_costs(levels: Iterator[_Level]) -> Iterator[_Level]:
@@ -171,10 +183,13 @@ class _Segments:
         """The segment of a node; None for nodes that no segment has, as full parameters."""
         return self._place.get(name)
 
-    def level(self, stride: int, price: float, per_byte: float) -> _Level:
-        """The cheapest choice at a price in seconds for each byte, with every ``stride``-th end of a segment saved.
+    def level(self, stride: int, price: float, price_at_end: float, *, per_byte: float) -> _Level:
+        """The cheapest choice, with every ``stride``-th end of a segment saved.
 
-        What the last segment saves is needed again at once, so there a saved byte has the least price.
+        Args:
+            price: of a saved byte, as a multiple of ``per_byte``.
+            price_at_end: the same for the last segment.
+            per_byte: the seconds to read or write a byte.
         """
         policies: list[dict[str, CheckpointPolicy]] = [{} for _ in self.items]
         saved, held, seconds = [0] * len(self.items), 0, 0.0
@@ -182,14 +197,14 @@ class _Segments:
         for first in (*range(0, end, stride), end):
             nodes = list(itertools.chain(*self.items[first : min(first + stride, end) if first < end else None]))
             items = self._problem(nodes)
-            again, kept = _cheapest(items, price if first < end else PRICES[0] * per_byte, per_byte)
+            again, kept = _cheapest(items, (price if first < end else price_at_end) * per_byte, per_byte)
             for i in again | kept:
                 policies[self._place[nodes[i].name]][nodes[i].name] = _AGAIN if i in again else _SAVED
             for i in kept:
                 saved[self._place[nodes[i].name]] += items[i].bytes or 0
             held = max(held, sum(items[i].bytes or 0 for i in again if items[i].seconds))
             seconds += sum(items[i].seconds or 0.0 for i in again)
-        return _Level(tuple(policies), tuple(saved), held, seconds)
+        return _Level(stride, price, tuple(policies), tuple(saved), held, seconds)
 
     def _problem(self, nodes: Sequence[Node]) -> tuple[_Item, ...]:
         number = {node: i for i, node in enumerate(nodes)}
@@ -211,7 +226,7 @@ class _Segments:
 
     def _seconds(self, node: Node) -> float | None:
         """Seconds to compute a node again; None if it must not be."""
-        if _policy(node) is _SAVED or draws_numbers(node):
+        if _policy(node) is _SAVED or draws_numbers(node) or written_by(node):
             return None
         if is_view(node) or is_getitem(node):
             return 0.0
