@@ -200,17 +200,16 @@ def _checked_budget(budget: Any) -> float | None:
             size = parse_size(budget)
         except ValueError as error:
             raise ValueError(f"compiled_fsdp: option 'memory_budget': {error}; but got {budget!r}.") from None
-        size = size if size <= 1 else float(round(size))
     if size is None:
         return None
-    if not (_is_number(size) and size > 0 and (size <= 1 or size % 1 == 0)):
+    if not (_is_number(size) and size > 0 and (size <= 1 or size > 100 or size % 1 == 0)):
         raise ValueError(
             "compiled_fsdp: option 'memory_budget' must be a number of bytes, or a fraction of the device's memory "
             f"above 0 and at most 1.0, or a size such as '80GB', but got {budget!r}."
         )
     if why := too_small_a_budget(size):
         raise ValueError(f"compiled_fsdp: option 'memory_budget' is {budget!r}, which is {why}.")
-    return float(size) if isinstance(budget, str) else size
+    return size if size <= 1 or isinstance(budget, int) else float(round(size))  # 0.8 * total_memory has a fraction
 
 
 def _is_number(value: Any) -> bool:

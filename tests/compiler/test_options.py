@@ -104,6 +104,12 @@ def test_bad_value(option, value, message):
         Options.parse({option: value})
 
 
+def test_a_budget_may_be_a_share_that_the_user_computed():
+    """As 0.8 times the device's memory, in bytes."""
+    for given, taken in ((0.8 * 85_026_543_616, 68_021_234_893.0), (0.8, 0.8), (10**9, 10**9), ("1.5MiB", 1572864.0)):
+        assert Options.parse({"memory_budget": given}).memory_budget == taken
+
+
 @pytest.mark.parametrize("bucket", ["auto", 25, 0.5, [["0.*"]]])
 def test_prefetch_is_for_a_plan_without_planner(bucket):
     """Everywhere else it would do nothing."""
