@@ -202,7 +202,7 @@ def _checked_budget(budget: Any) -> float | None:
             raise ValueError(f"compiled_fsdp: option 'memory_budget': {error}; but got {budget!r}.") from None
     if size is None:
         return None
-    if not (_is_number(size) and size > 0 and (size <= 1 or size > 100 or size % 1 == 0)):
+    if not (_is_number(size) and size > 0 and (size <= 1 or 100 < size < float("inf") or size % 1 == 0)):
         raise ValueError(
             "compiled_fsdp: option 'memory_budget' must be a number of bytes, or a fraction of the device's memory "
             f"above 0 and at most 1.0, or a size such as '80GB', but got {budget!r}."
