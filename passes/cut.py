@@ -22,7 +22,7 @@ from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.memory import storage_bytes
 from compiled_fsdp.passes.plan.adjust import as_late_as_can_be
-from compiled_fsdp.passes.plan.choose import choose
+from compiled_fsdp.passes.plan.choose import PlanRules, choose
 from compiled_fsdp.passes.plan.search import OverBudget, over_budget
 from compiled_fsdp.passes.plan.simulate import makespan, memory_curve
 from compiled_fsdp.passes.plan.tasks import Tasks
@@ -74,7 +74,7 @@ def cut(
     for tasks, needed in zip(chosen.tasks, chosen.needed, strict=True):
         if needed > ctx.rules.budget:
             raise over_budget(tasks.phase, needed, ctx.rules.budget, ctx.rules.bucket)
-    if step:
+    if step and log.isEnabledFor(logging.INFO):
         log.info("memory_budget: %s", cuts.comparison(step, kept))
     return chosen.halves
 
@@ -86,10 +86,21 @@ class _Cut:
     halves: Halves
     # Forward's and backward's tasks, as the planner sees them.
     tasks: tuple[Tasks, Tasks]
-    # The bytes that each of them needs.
-    needed: tuple[int, int]
-    # Seconds of both, if they fit.
-    seconds: float
+    rules: PlanRules
+
+    @functools.cached_property
+    def _planned(self) -> list[tuple[int, float]]:
+        return [_needed(tasks, self.rules) for tasks in self.tasks]
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """The bytes that each graph needs."""
+        return tuple(needed for needed, _ in self._planned)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of both graphs, if they fit."""
+        return sum(seconds for _, seconds in self._planned)
 
     @property
     def saved(self) -> dict[str, int]:
@@ -121,9 +132,7 @@ class _Cuts:
                 if node.name in policies and "recompute" not in node.meta:
                     mark(node, policies[node.name])
         halves = self.partition(marked)
-        tasks = tasks_of(halves, own)
-        needed, seconds = zip(*(_needed(of, own) for of in tasks), strict=True)
-        return _Cut(halves, tasks, needed, sum(seconds))
+        return _Cut(halves, tasks_of(halves, own), own.rules)
 
     def _least_step(self, kept: frozenset[int] | None) -> int:
         """The first step that fits into the budget, as far as few tries find it: what it needs is only estimated.
@@ -151,8 +160,13 @@ class _Cuts:
                     break
             else:
                 below = step
-        if fits == len(estimates):
-            raise over_budget("training", min(needs.values()), budget, self.ctx.rules.bucket)
+        if fits < len(estimates):
+            return fits
+        # What backward holds while it computes much again may be more than what that frees.
+        ends = {step: max(self.at(step, kept).needed) for step in self.choices.ends_of_levels()}
+        if (fits := next((step for step, needed in ends.items() if needed <= budget), 0)) == 0:
+            # the search may miss other steps under the budget that the error gives
+            raise over_budget("training", min(needs[0], *ends.values()), budget, self.ctx.rules.bucket)
         return fits
 
     def reads_to_keep(self) -> list[int]:
@@ -180,10 +194,10 @@ class _Cuts:
         )
 
 
-def _needed(tasks: Tasks, ctx: PassContext) -> tuple[int, float]:
+def _needed(tasks: Tasks, rules: PlanRules) -> tuple[int, float]:
     """Bytes at the peak of a graph's plan, and its seconds; if no plan fits, what the smallest one needs."""
     try:
-        schedule, _ = choose(tasks, ctx.rules, quick=True)
+        schedule, _ = choose(tasks, rules, quick=True)
     except OverBudget as error:
         return error.least, float("inf")
     needed = min(max(memory_curve(tasks, s)) for s in (schedule, as_late_as_can_be(tasks, schedule)))

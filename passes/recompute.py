@@ -101,6 +101,10 @@ class Choices:
     def __len__(self) -> int:
         return 1 + self._count * len(self._levels)
 
+    def ends_of_levels(self) -> range:
+        """The steps at which all segments have the same level, from the least memory to the most."""
+        return range(len(self) - 1, 0, -self._count)
+
     def policies(self, step: int) -> dict[str, CheckpointPolicy]:
         """What a step computes again or saves, by the node's name; nothing for step 0."""
         found: dict[str, CheckpointPolicy] = {}
@@ -174,8 +178,6 @@ class _Segments:
             self.items[-1].append(node)
             if node in ends:
                 self.items.append([])
-        if len(self.items) > 1 and not any(map(is_library, self.items[-1])):
-            self.items[-2:] = [[*self.items[-2], *self.items[-1]]]
         self._place = {node.name: place for place, nodes in enumerate(self.items) for node in nodes}
         self._ends = {node.name for node in ends}
 
@@ -232,7 +234,8 @@ class _Segments:
             return 0.0
         if not computes(node) or getattr(node.target, "namespace", "") not in ("aten", "prims"):
             return None
-        if not self._of_forward_alone.isdisjoint(node.all_input_nodes):
+        alone = [source for source in node.all_input_nodes if source in self._of_forward_alone]
+        if sum(map(storage_bytes, alone)) > storage_bytes(node):
             return None  # backward would gather the parameter for this alone, or hold it until then
         cost, hardware = self._costs[node], self._ctx.hardware
         if is_library(node) or not is_pointwise(node):
@@ -278,7 +281,7 @@ def _of_forward_alone(joint: GraphModule, forward: set[Node], from_parameters: M
 def _waists(nodes: Sequence[Node], from_parameters: Container[Node]) -> Iterator[Node]:
     """The results through which all of forward passes: at some place nothing else that depends on parameters is alive.
 
-    Between two of them there is a library kernel.
+    Of several with no library kernel in between it is the last one, because backward needs the kernel's input anyway.
     """
     place = {node: i for i, node in enumerate(nodes)}
     last: dict[Node, int] = {}
@@ -289,16 +292,17 @@ def _waists(nodes: Sequence[Node], from_parameters: Container[Node]) -> Iterator
             depends.add(node)
         last |= dict.fromkeys(sources, place[node])
     alive: dict[Node, int] = {}
-    is_new = False
+    waist: Node | None = None
     for i, node in enumerate(nodes):
-        is_new = is_new or is_library(node)
+        if waist is not None and is_library(node):
+            yield waist
+            waist = None
         alive = {other: size for other, size in alive.items() if last[other] > i}
         if node in depends and memory_of(node) is node and last.get(node, 0) > i:
             alive[node] = storage_bytes(node)
         largest = [other for other, size in alive.items() if size * NEGLIGIBLE > max(alive.values())]
-        if len(largest) == 1 and is_new and largest[0] is node:
-            is_new = False
-            yield node
+        if largest == [node]:
+            waist = node
 
 
 @functools.lru_cache(maxsize=1024)

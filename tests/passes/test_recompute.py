@@ -153,13 +153,13 @@ def test_the_first_layers_compute_again_before_the_last_ones():
     """In steps of a block. The residual stream between the blocks is saved, at all of its places or at some of them."""
     _, (made, *_) = planned(0.75)
     blocks = made._segments.items
-    assert len(blocks) == 5  # and the head
-    for step in range(5):
+    assert len(blocks) == 6  # with the embedding and the head
+    for step in range(6):
         names = {node.name for block in blocks[:step] for node in block}
         assert made.policies(step).keys() <= names
     ends = [block[-1].name for block in blocks[:-1]]
-    assert all(made.policies(5)[end] is SAVED for end in ends)
-    assert all(SAVED in [made.policies(step)[end] for end in ends] for step in range(5, len(made), 5))
+    assert all(made.policies(6)[end] is SAVED for end in ends)
+    assert all(SAVED in [made.policies(step)[end] for end in ends] for step in range(6, len(made), 6))
 
 
 def test_the_embedding_is_not_gathered_to_compute_it_again():
