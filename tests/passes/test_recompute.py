@@ -14,10 +14,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes import cut
+from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.recompute import Choices, _cheapest, _Item
 from tests.harness import batch, compiled, shard
 from tests.harness.fake import fake_group
-from tests.harness.models import small
+from tests.harness.models import Transformer, small
 from tests.passes.random_cases import cases
 
 AGAIN, SAVED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
@@ -67,7 +68,7 @@ def test_no_choice_costs_less(items, price):
 
 
 def test_a_higher_price_saves_less():
-    """A product of 10 s and 1 byte, and what is computed from it, 4 bytes in no time."""
+    """A product takes 10 s, and its result 1 byte. What is computed from that takes 4 bytes and no time."""
     items = (_Item((), 1, 10.0, True, False), _Item((0,), 4, 0.0, True, False))
     assert _cheapest(items, 1.0, 0.0) == ({1}, {0})
     assert _cheapest(items, 11.0, 0.0) == ({0, 1}, set())
@@ -162,10 +163,16 @@ def test_the_first_layers_compute_again_before_the_last_ones():
     assert all(SAVED in [made.policies(step)[end] for end in ends] for step in range(6, len(made), 6))
 
 
-def test_the_embedding_is_not_gathered_to_compute_it_again():
-    _, (made, *_) = planned(0.6)
-    for step in range(len(made)):
-        assert made.policies(step).get("embedding") != AGAIN
+@pytest.mark.parametrize("vocabulary", [61, 4096])
+def test_a_large_parameter_is_not_gathered_to_compute_a_smaller_result_again(vocabulary):
+    """Backward does not read the embedding's weight: 8 kB or 0.5 MB, for a result of 0.1 MB."""
+    with fake_group(4), choices() as made:
+        run = compiled(shard(Transformer(32, 1, vocabulary=vocabulary), fully_shard), memory_budget=10_000)
+        with pytest.raises(OverBudget):
+            run(batch(0, 0, size=64)[0])
+    segments = made[0]._segments
+    (embedding,) = (node for nodes in segments.items for node in nodes if node.name == "embedding")
+    assert (segments._seconds(embedding) is None) == (vocabulary == 4096)
 
 
 @pytest.mark.more
