@@ -107,6 +107,8 @@ class PassContext:
     bytes_outside_graph: float = 0
     # Bytes of optimizer state for each element of a trained parameter.
     optimizer_bytes_per_element: float = 8
+    # Bytes of host memory that activations may be copied to under a memory budget; 0 for no copies.
+    host_memory: float = 0
     # Indices of the reads that stay unsharded from forward to backward, once that is decided for this graph. None: each
     # read as its unit was sharded.
     kept_reads: frozenset[int] | None = None

@@ -1,7 +1,8 @@
-"""Cut: split the joint graph into forward and backward; choose the kept parameters and the recomputed activations.
+"""Cut: split the joint graph into forward and backward; choose what stays in memory from one to the other.
 
 The partitioner is torch's, and ``reshard`` has marked the reads that backward gathers again. If the memory budget is
-too small for the saved activations, backward computes some of them again: as few as fit (``recompute.py``).
+too small for the saved activations, some of them wait in host memory (``offload.py``), and backward computes some again
+(``recompute.py``): as few as fit.
 """
 
 # Why: docs/design/memory.md, "The memory budget is a hard limit"
@@ -10,10 +11,11 @@ too small for the saved activations, backward computes some of them again: as fe
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.fx import GraphModule
 
@@ -21,6 +23,7 @@ from compiled_fsdp.compat.graphs import copy_of
 from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.memory import storage_bytes
+from compiled_fsdp.passes.offload import Candidate, Candidates, offload
 from compiled_fsdp.passes.plan.adjust import as_late_as_can_be
 from compiled_fsdp.passes.plan.choose import PlanRules, choose
 from compiled_fsdp.passes.plan.search import OverBudget, over_budget
@@ -29,6 +32,7 @@ from compiled_fsdp.passes.plan.tasks import Tasks
 from compiled_fsdp.passes.plan.unsharded_choice import choose_unsharded
 from compiled_fsdp.passes.recompute import Choices
 from compiled_fsdp.passes.reshard import mark
+from compiled_fsdp.passes.start_copies import start_copies
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -38,7 +42,7 @@ log = logging.getLogger(__name__)
 Halves = tuple[GraphModule, GraphModule]
 MarkPass = Callable[[GraphModule, "PassContext"], GraphModule]
 
-CUTS = 10
+CUTS = 12
 """The most ways to cut that are planned for one set of kept parameters."""
 CLOSE_TO_BUDGET = 0.99
 """The search ends at a cut that needs this share of the budget, or more of it."""
@@ -69,24 +73,37 @@ def cut(
     kept = own if ctx.rules.keep_as_sharded else frozenset(agree("kept reads", cuts.reads_to_keep))
     if ctx.rules.budget is None:
         return partition(mark_reads(joint, replace(ctx, kept_reads=kept)))
-    step = agree("what is computed again", lambda: cuts.least_step(kept))
-    chosen = cuts.at(step, kept)
+    way = _Way(*agree("what is computed again and offloaded", lambda: cuts.least(kept)))
+    chosen = cuts.at(way, kept)
     for tasks, needed in zip(chosen.tasks, chosen.needed, strict=True):
         if needed > ctx.rules.budget:
             raise over_budget(tasks.phase, needed, ctx.rules.budget, ctx.rules.bucket)
-    if step and log.isEnabledFor(logging.INFO):
-        log.info("memory_budget: %s", cuts.comparison(step, kept))
+    if way != _Way() and log.isEnabledFor(logging.INFO):
+        log.info("memory_budget: %s", cuts.comparison(way, kept))
     return chosen.halves
+
+
+class _Way(NamedTuple):
+    """A way to cut."""
+
+    # A step of ``Choices``: what backward computes again.
+    step: int = 0
+    # How many of the saved tensors are offloaded: the first so many of ``Candidates``, or HIDDEN, or ALL.
+    offloaded: int = 0
+
+
+HIDDEN, ALL = -1, 2**31
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """One way to cut."""
+    """One way to cut, carried out."""
 
     halves: Halves
     # Forward's and backward's tasks, as the planner sees them.
     tasks: tuple[Tasks, Tasks]
     rules: PlanRules
+    offloaded: tuple[Candidate, ...] = ()
 
     @functools.cached_property
     def _planned(self) -> list[tuple[int, float]]:
@@ -115,83 +132,154 @@ class _Cuts:
 
     def __init__(self, joint: GraphModule, ctx: PassContext, mark_reads: MarkPass, partition: Any) -> None:
         self.joint, self.ctx, self.mark_reads, self.partition = joint, ctx, mark_reads, partition
-        self.at = functools.cache(self._at)
-        self.least_step = functools.cache(self._least_step)
+        self._exactly = functools.cache(self._carry_out)
+        self.least = functools.cache(self._least)
+        self._halves = functools.cache(self._cut)
+        self._candidates = functools.cache(self._find_candidates)
 
     @functools.cached_property
     def choices(self) -> Choices:
         return Choices(self.mark_reads(copy_of(self.joint), self.ctx), self.ctx)
 
-    def _at(self, step: int, kept: frozenset[int] | None) -> _Cut:
-        """The cut with what this step of ``choices`` computes again, and these reads kept."""
-        own = replace(self.ctx, kept_reads=kept)
-        marked = self.mark_reads(copy_of(self.joint), own)
+    def _cut(self, step: int, kept: frozenset[int] | None) -> Halves:
+        """Cut with what this step of ``choices`` computes again, and these reads kept."""
+        marked = self.mark_reads(copy_of(self.joint), replace(self.ctx, kept_reads=kept))
         if step:
             policies = self.choices.policies(min(step, len(self.choices) - 1))
             for node in marked.graph.nodes:
                 if node.name in policies and "recompute" not in node.meta:
                     mark(node, policies[node.name])
-        halves = self.partition(marked)
-        return _Cut(halves, tasks_of(halves, own), own.rules)
+        halves: Halves = self.partition(marked)
+        return halves
 
-    def _least_step(self, kept: frozenset[int] | None) -> int:
-        """The first step that fits into the budget, as far as few tries find it: what it needs is only estimated.
+    def _find_candidates(self, step: int, kept: frozenset[int] | None) -> Candidates:
+        return Candidates(*self._halves(step, kept), self.ctx)
+
+    def at(self, way: _Way, kept: frozenset[int] | None) -> _Cut:
+        """Cut in this way, with these reads kept."""
+        return self._exactly(self.exact(way, kept), kept)
+
+    def exact(self, way: _Way, kept: frozenset[int] | None) -> _Way:
+        """The same way with the number of tensors that it offloads."""
+        if not (way.offloaded and self.ctx.host_memory):
+            return _Way(way.step)
+        found = self._candidates(way.step, kept)
+        return _Way(way.step, found.hidden if way.offloaded == HIDDEN else min(way.offloaded, len(found.all)))
+
+    def _carry_out(self, way: _Way, kept: frozenset[int] | None) -> _Cut:
+        own, halves = replace(self.ctx, kept_reads=kept), self._halves(way.step, kept)
+        offloaded: tuple[Candidate, ...] = ()
+        if way.offloaded:
+            offloaded = self._candidates(way.step, kept).all[: way.offloaded]
+            halves = copy_of(halves[0]), copy_of(halves[1])
+            offload(*halves, [each.name for each in offloaded])
+        return _Cut(halves, tasks_of(halves, own), own.rules, offloaded)
+
+    def _least(self, kept: frozenset[int] | None) -> _Way:
+        """The first way that fits into the budget, as far as few tries find it: what a way needs is only estimated.
 
         Raises:
             OverBudget: none fits.
         """
         budget = self.ctx.rules.budget
         assert budget is not None
-        needs = {0: max(self.at(0, kept).needed)}
-        if needs[0] <= budget:
-            return 0
-        saved = self.at(0, kept).saved
-        estimates = [self.choices.bytes(step, saved) for step in range(len(self.choices))]
-        below, fits = 0, len(estimates)
-        while fits - below > 1 and len(needs) < CUTS:
-            goal = estimates[below] - (needs[below] - budget)
-            step = next((s for s in range(below + 1, fits) if estimates[s] <= goal), fits - 1)
-            if fits < len(estimates):
-                step = min(step, (below + fits) // 2)
-            needs[step] = max(self.at(step, kept).needed)
-            if needs[step] <= budget:
-                fits = step
-                if needs[step] > CLOSE_TO_BUDGET * budget:
-                    break
-            else:
-                below = step
-        if fits < len(estimates):
-            return fits
+        needs: dict[_Way, int] = {}
+
+        def need(way: _Way) -> int:
+            if way not in needs:
+                needs[way] = max(self.at(way, kept).needed)
+            return needs[way]
+
+        below = _Way(), sum(self.at(_Way(), kept).saved.values())
+        if need(below[0]) <= budget:
+            return below[0]
+        for ways in self._ladder(kept):
+            if len(needs) >= CUTS or not ways:
+                continue
+            if need(ways[-1][0]) <= budget:
+                return self.exact(_first_that_fits([below, *ways], need, budget, CUTS - len(needs)), kept)
+            below = ways[-1]
         # What backward holds while it computes much again may be more than what that frees.
-        ends = {step: max(self.at(step, kept).needed) for step in self.choices.ends_of_levels()}
-        if (fits := next((step for step, needed in ends.items() if needed <= budget), 0)) == 0:
-            # the search may miss other steps under the budget that the error gives
-            raise over_budget("training", min(needs[0], *ends.values()), budget, self.ctx.rules.bucket)
-        return fits
+        offloaded = ALL if self.ctx.host_memory else 0
+        ends = [_Way(step, offloaded) for step in self.choices.ends_of_levels()]
+        for way in ends:
+            if need(way) <= budget:
+                return self.exact(way, kept)
+        # the search may miss other ways under the budget that the error gives
+        raise over_budget("training", min(needs.values()), budget, self.ctx.rules.bucket)
+
+    def _ladder(self, kept: frozenset[int] | None) -> Iterator[list[tuple[_Way, int]]]:
+        """Yield ways that need less and less memory, each with an estimate of the bytes that it holds for backward.
+
+        What costs least for a byte comes first: to offload while compute hides the copies; to compute again, as long as
+        that is cheaper than a copy that compute waits for; to offload the rest; to compute everything again.
+        """
+        saved = self.at(_Way(), kept).saved
+        again = [self.choices.bytes(step, saved) for step in range(len(self.choices))]
+        if not self.ctx.host_memory:
+            yield [(_Way(step), size) for step, size in enumerate(again)][1:]
+            return
+        hardware = self.ctx.hardware
+        found = self._candidates(0, kept)
+        left = [again[0] - size for size in itertools.accumulate(each.bytes for each in found.all[: found.hidden])]
+        yield [(_Way(0, count), size) for count, size in enumerate(left, 1)]
+        copies = 4 if hardware.host_computes else 2 * hardware.copy / hardware.host_copy
+        cheap, hidden = self.choices.upto_price(copies), again[0] - min([again[0], *left])
+        yield [(_Way(step, HIDDEN), size - hidden) for step, size in enumerate(again[: cheap + 1])][1:]
+        found = self._candidates(cheap, kept)
+        sizes = itertools.accumulate(each.bytes for each in found.all)
+        yield [(_Way(cheap, n), again[cheap] - size) for n, size in enumerate(sizes, 1) if n > found.hidden]
+        rest = range(cheap + 1, len(self.choices))
+        yield [(_Way(step, ALL), self.choices.held(step)) for step in rest]
 
     def reads_to_keep(self) -> list[int]:
         """This rank's proposal: the reads that stay unsharded from forward to backward."""
         nothing: frozenset[int] = frozenset()
         budget = self.ctx.rules.budget
         try:
-            step = 0 if budget is None else self.least_step(nothing)
-            plain = self.at(step, nothing)
+            plain = self.at(_Way() if budget is None else self.least(nothing), nothing)
             kept = choose_unsharded(*plain.tasks, budget)
             if budget is None or not kept:
                 return sorted(kept)
-            return sorted(kept) if self.at(self.least_step(kept), kept).seconds < plain.seconds else []
+            return sorted(kept) if self.at(self.least(kept), kept).seconds < plain.seconds else []
         except OverBudget:  # the graphs cut with these reads hold more than was assumed
             return []
 
-    def comparison(self, step: int, kept: frozenset[int] | None) -> str:
-        """What this step saves, beside what torch's partitioner alone would."""
-        cuts = self.at(0, kept), self.at(step, kept)
+    def comparison(self, way: _Way, kept: frozenset[int] | None) -> str:
+        """What this way saves, beside what torch's partitioner alone would."""
+        cuts = self.at(_Way(), kept), self.at(way, kept)
         before, after = (sum(one.saved.values()) / 1e6 for one in cuts)
         alone, again = (sum(tasks.seconds_before[-1] for tasks in one.tasks) for one in cuts)
-        return (
-            f"forward saves {after:,.1f} MB for backward instead of {before:,.1f} MB; to compute the rest again takes "
-            f"{1e3 * (again - alone):.3f} ms"
+        offloaded = cuts[1].offloaded
+        copied = (
+            f" and {len(offloaded)} tensors of {sum(each.bytes for each in offloaded) / 1e6:,.1f} MB in host memory"
         )
+        return (
+            f"forward saves {after:,.1f} MB{copied if offloaded else ''} for backward, instead of {before:,.1f} MB; to "
+            f"compute the rest again takes {1e3 * (again - alone):.3f} ms"
+        )
+
+
+def _first_that_fits(ways: Sequence[tuple[_Way, int]], need: Callable[[_Way], int], budget: float, tries: int) -> _Way:
+    """The first of ``ways`` that fits into the budget, found in few tries.
+
+    Args:
+        ways: ways with estimates of their bytes; the first one does not fit, and the last one does.
+        need: the bytes that a way needs.
+        tries: how many more ways may be tried.
+    """
+    out, fits = 0, len(ways) - 1
+    while fits - out > 1 and tries > 0 and need(ways[fits][0]) < CLOSE_TO_BUDGET * budget:
+        tries -= 1
+        known, size = ways[out]
+        goal = size - (need(known) - budget)
+        place = next((i for i in range(out + 1, fits) if ways[i][1] <= goal), fits - 1)
+        place = min(place, (out + fits) // 2)
+        if need(ways[place][0]) <= budget:
+            fits = place
+        else:
+            out = place
+    return ways[fits][0]
 
 
 def _needed(tasks: Tasks, rules: PlanRules) -> tuple[int, float]:
@@ -209,5 +297,5 @@ def tasks_of(halves: Halves, ctx: PassContext) -> tuple[Tasks, Tasks]:
     out: list[Any] = []
     for half, phase in zip(halves, ("forward", "backward"), strict=True):
         own = replace(ctx, phase=phase, summary={})
-        out.append(extract(arrange(copy_of(half), own), own)[0])
+        out.append(extract(start_copies(arrange(copy_of(half), own), own), own)[0])
     return out[0], out[1]

@@ -36,7 +36,7 @@ from compiled_fsdp.passes.graph import (
     waited_for,
 )
 from compiled_fsdp.passes.memory import Lifetimes, storage_bytes, tensor_bytes
-from compiled_fsdp.passes.model_collectives import ModelLinks
+from compiled_fsdp.passes.model_collectives import ModelLinks, seconds_of_copy
 from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Tasks
 from compiled_fsdp.passes.views import is_view
@@ -109,12 +109,13 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
     live = _memory(gm, segments, ctx, memory)
     costs = node_costs(gm, fused=ctx.fused)
     hardware = ctx.hardware
-    if channels and not model_collectives and all(channel.by_copies for channel in channels.values()):
+    of_model = [of for of in model_collectives if not of.is_copy]
+    if channels and not of_model and all(channel.by_copies for channel in channels.values()):
         hardware = hardware.by_copies()
     ctx.library_kernels = library_kernels(costs, hardware)
     seconds, slowed = [0.0] * (segments.end + 1), [0.0] * (segments.end + 1)
     for node, segment in segments.of.items():
-        took = costs[node].seconds(hardware)
+        took = costs[node].seconds(hardware) + seconds_of_copy(node, hardware)
         seconds[segment] += took
         slowed[segment] += took * costs[node].contention(hardware)
     contention = [more / took if took else 0.0 for took, more in zip(seconds, slowed, strict=True)]

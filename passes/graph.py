@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.buckets import transport
+from compiled_fsdp.buckets import host_copies, transport
 from compiled_fsdp.buckets.reduction import PIECE
 from compiled_fsdp.buckets.spec import BucketSpec, ReadSpec
 from compiled_fsdp.compat.graphs import is_higher_order
@@ -82,13 +82,16 @@ def spec_of(node: Node) -> Any:
 
 
 def kind_of(node: Node) -> str | None:
-    """The key in ``transport.KINDS`` of the collective that a node calls; None for any other node."""
-    return transport.kind_of(node.target)
+    """What a node launches that may run beside compute; None for any other node.
+
+    A collective's key in ``transport.KINDS``, or "offload" or "reload" for a copy to host memory or back.
+    """
+    return transport.kind_of(node.target) or host_copies.KINDS.get(node.target)
 
 
 def is_wait(node: Node) -> bool:
-    """Whether a node waits for collectives."""
-    return transport.waits(node.target)
+    """Whether a node waits for collectives, or for a copy to host memory or back."""
+    return transport.waits(node.target) or node.target is host_copies.WAIT_COPY
 
 
 def waited_for(wait: Node) -> Iterator[Node]:
@@ -107,6 +110,8 @@ def is_ours(op: Any) -> bool:
 def keeps_order(op: Any) -> bool:
     """Whether calls of an op keep their order in a graph: collectives, and ops with effects outside of the graph."""
     effects = ("accumulate", "add_accumulated", "accumulate_grad", "end_backward", "launch")
+    if op in host_copies.KINDS or op is host_copies.WAIT_COPY:
+        return True
     return transport.is_functional(op) or op in [getattr(ops, name).default for name in effects]
 
 
@@ -123,6 +128,13 @@ def crosses_graph(node: Node) -> bool:
 def is_deferred_reduction(node: Node) -> bool:
     """Whether a node launches a reduction that is waited for after the graph."""
     return is_launch(node) and spec_of(node).edge is not None and not spec_of(node).kind.supplies
+
+
+def in_host_memory(node: Node) -> bool:
+    """Whether a node's result is in host memory because an activation was copied there."""
+    if node.target in (host_copies.OFFLOAD, host_copies.START_OFFLOAD):
+        return True
+    return any(user.target in (host_copies.RELOAD, host_copies.START_RELOAD) for user in node.users)
 
 
 def returns_several(launch: Node) -> bool:

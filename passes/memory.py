@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets.transport import LAUNCHES, WAIT
 from compiled_fsdp.compat.graphs import hint, strides_of, tensors_in
 from compiled_fsdp.passes.cost.fusion import computes, is_library, stored_sources, users_of
-from compiled_fsdp.passes.graph import IS_SHARD, NOT_STORED, OVERWRITES, is_getitem, kind_of
+from compiled_fsdp.passes.graph import IS_SHARD, NOT_STORED, OVERWRITES, in_host_memory, is_getitem, kind_of
 from compiled_fsdp.passes.views import memory_of
 
 
@@ -120,8 +120,11 @@ def _sent(wait: Node) -> Sequence[Node]:
 
 
 def storage_bytes(node: Node) -> int:
-    """Bytes of the tensors that a node returns; 0 for a tuple whose elements are taken, because those count."""
-    if node.op == "call_function" and any(is_getitem(user) for user in node.users):
+    """Bytes of the tensors that a node returns, on the device.
+
+    A tuple whose elements are taken has none, because those count.
+    """
+    if in_host_memory(node) or (node.op == "call_function" and any(is_getitem(user) for user in node.users)):
         return 0
     return sum(tensor_bytes(tensor) for tensor in tensors_in(node.meta.get("val")))
 

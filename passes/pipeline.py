@@ -11,6 +11,7 @@ On both halves, if backward gathers over fewer ranks (``reshard_after_forward=8`
 On each graph (forward, backward, or inference), after the cut:
 
     arrange    one gather per shard, at its first use; one reduction per parameter, after its gradient
+    start_copies  start the copies of activations to host memory and back, and wait for them later
     plan       choose buckets, their form, and the places of launches and waits; agree on them with the other ranks
     bucket     replace single reads and reductions by the plan's buckets
     schedule   move launches and waits to the plan's places, so that compute runs between them
@@ -46,6 +47,7 @@ from compiled_fsdp.passes.plan_pass import plan
 from compiled_fsdp.passes.regather import regather
 from compiled_fsdp.passes.reshard import reshard
 from compiled_fsdp.passes.schedule import schedule
+from compiled_fsdp.passes.start_copies import start_copies
 from compiled_fsdp.passes.verify import check_graph, verify
 
 log = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ PassOnHalves = Callable[[GraphModule, GraphModule, PassContext], None]
 
 JOINT_PASSES: tuple[Pass, ...] = (reshard,)
 HALVES_PASSES: tuple[PassOnHalves, ...] = (regather,)
-GRAPH_PASSES: tuple[Pass, ...] = (arrange, plan, bucket, schedule, lower, verify)
+GRAPH_PASSES: tuple[Pass, ...] = (arrange, start_copies, plan, bucket, schedule, lower, verify)
 FOLLOWING_PASSES: tuple[Pass, ...] = (arrange, follow, lower)
 
 

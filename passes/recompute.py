@@ -105,6 +105,15 @@ class Choices:
         """The steps at which all segments have the same level, from the least memory to the most."""
         return range(len(self) - 1, 0, -self._count)
 
+    def upto_price(self, price: float) -> int:
+        """The last step before any that saves more than ``price`` times the time to read or write each saved byte."""
+        levels = itertools.takewhile(lambda level: level.price <= price, self._levels)
+        return self._count * sum(1 for _ in levels)
+
+    def held(self, step: int) -> int:
+        """An estimate of the most bytes that backward computes again at once."""
+        return max((level.held for level in self._levels_of(step) if level is not None), default=0)
+
     def policies(self, step: int) -> dict[str, CheckpointPolicy]:
         """What a step computes again or saves, by the node's name; nothing for step 0."""
         found: dict[str, CheckpointPolicy] = {}
@@ -122,7 +131,7 @@ class Choices:
         places = {name: self._segments.place_of(name) for name in saved}
         unmarked = sum(size for name, size in saved.items() if (at := places[name]) is None or levels[at] is None)
         marked = sum(level.saved[segment] for segment, level in enumerate(levels) if level is not None)
-        return unmarked + marked + max((level.held for level in levels if level is not None), default=0)
+        return unmarked + marked + self.held(step)
 
     def _levels_of(self, step: int) -> list[_Level | None]:
         """The level of each segment; None for one without marks."""

@@ -44,7 +44,7 @@ from compiled_fsdp.compiler.hardware import (
     use_bucket_kernels,
     warn_of_other_kernels,
 )
-from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
+from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph, host_memory_for_activations
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region, model_of
 from compiled_fsdp.compiler.shared_code import with_parameters
@@ -324,6 +324,7 @@ class Compilation:
             "place_of_group": partial(place_of_group, hardware=hardware),
             "rules": self._rules(hardware, groups),
             "bytes_outside_graph": bytes_outside_graph(self.options, self.region),
+            "host_memory": host_memory_for_activations(self.options, self.region, hardware),
             "hardware": hardware,
             "fused": (fused := self.options.codegen == "inductor"),
             "library_copies": fused and self.region.on_cpu,

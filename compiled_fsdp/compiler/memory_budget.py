@@ -10,6 +10,7 @@ from compiled_fsdp.buckets.codec import RESIDUAL_ITEMSIZE
 from compiled_fsdp.compiler.hardware import ranks_on_this_machine
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
+from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.state.registry import running_units
 
 
@@ -23,10 +24,28 @@ def budget_in_bytes(options: Options, region: Region) -> float | None:
     if budget is None or budget > 1:
         return budget
     if region.on_cpu or not torch.cuda.is_available():
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (ranks_on_this_machine() or 1)
+        total = _memory_of_machine()
     else:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return budget * total
+
+
+def host_memory_for_activations(options: Options, region: Region, hardware: Hardware) -> float:
+    """Return the most bytes of host memory that activations may be copied to (option ``offload_activations``).
+
+    If there is no GPU here, a plan for one takes any amount.
+    """
+    choice = options.offload_activations
+    if options.memory_budget is None or choice is False or (choice == "auto" and hardware.host_computes):
+        return 0
+    if isinstance(choice, (bool, str)):
+        return float("inf") if region.on_cpu else _memory_of_machine() // 2
+    return choice
+
+
+def _memory_of_machine() -> int:
+    """This rank's part of the machine's memory, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (ranks_on_this_machine() or 1)
 
 
 def bytes_outside_graph(options: Options, region: Region) -> float:

@@ -53,6 +53,10 @@ class Options:
             a text ("80GB", "60GiB", "0.9"), which becomes a number. With None, the limit is the larger of two: the
             least memory that the step needs plus two of its largest units, or the memory of FSDP2's order (one gather
             ahead, or its prefetch lists). If units are very small, it is more.
+        offload_activations: whether the memory budget may copy activations to host memory in forward, and back in
+            backward. "auto": on GPUs, in at most half of this rank's part of the machine's memory. A number of bytes,
+            or a text ("40GB"): in at most so much. False: never. True: as "auto", also if the device is a CPU; then
+            "host memory" is memory beside that of torch's allocator, for tests.
         optimizer_bytes_per_element: bytes of optimizer state for each element of a trained parameter, for the memory
             budget.
         reshard_after_forward: "as sharded": as ``fully_shard`` was told. "auto": keep those parameters unsharded from
@@ -82,6 +86,7 @@ class Options:
     collectives_at_world_size_1: bool = False
     optimizer_bytes_per_element: float = 8
     memory_budget: float | str | None = None
+    offload_activations: Literal["auto"] | bool | float | str = "auto"
     reshard_after_forward: Literal["as sharded", "auto"] = "as sharded"
     hardware: str | Path | Hardware = "auto"
     recheck_prefetched: bool = True
@@ -103,6 +108,7 @@ class Options:
         _check_choice("reshard_after_forward", self.reshard_after_forward, ("as sharded", "auto"))
         object.__setattr__(self, "hardware", _checked_hardware(self.hardware))
         object.__setattr__(self, "memory_budget", _checked_budget(self.memory_budget))
+        object.__setattr__(self, "offload_activations", _checked_offload(self.offload_activations))
         for name in ("overlap", "collectives_at_world_size_1", "recheck_prefetched"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
@@ -210,6 +216,24 @@ def _checked_budget(budget: Any) -> float | None:
     if why := too_small_a_budget(size):
         raise ValueError(f"compiled_fsdp: option 'memory_budget' is {budget!r}, which is {why}.")
     return size if size <= 1 or isinstance(budget, int) else float(round(size))  # 0.8 * total_memory has a fraction
+
+
+def _checked_offload(choice: Any) -> bool | float | str:
+    """Return the option ``offload_activations``: "auto", True, False, or bytes."""
+    if choice == "auto" or isinstance(choice, bool):
+        return choice  # type: ignore[no-any-return]
+    size = choice
+    if isinstance(choice, str):
+        try:
+            size = parse_size(choice)
+        except ValueError as error:
+            raise ValueError(f"compiled_fsdp: option 'offload_activations': {error}; but got {choice!r}.") from None
+    if not (_is_number(size) and size > 1):
+        raise ValueError(
+            "compiled_fsdp: option 'offload_activations' takes 'auto', True, False, or the most bytes of host memory "
+            f"such as '40GB', but got {choice!r}."
+        )
+    return float(size)
 
 
 def _is_number(value: Any) -> bool:

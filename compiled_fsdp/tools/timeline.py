@@ -206,7 +206,11 @@ class _Drawing:
         self.reasons = list(reasons) or [""] * len(simulation.timings)
         # All collectives in the order of their launches, as in the simulator.
         launched = [(timing.issued, timing.start, timing.end) for timing in simulation.timings]
-        launched += [(timing.issued, timing.start, timing.end) for timing in simulation.model_timings]
+        launched += [
+            (timing.issued, timing.start, timing.end)
+            for of, timing in zip(tasks.model_collectives, simulation.model_timings, strict=True)
+            if of.slows_compute
+        ]
         self.busy = [(start, end) for _, start, end in sorted(launched, key=lambda times: times[0])]
         self.compute: list[Task] = []
         # For each segment, its place in ``compute``.
@@ -310,14 +314,15 @@ class _Drawing:
     def _models(self) -> list[Task]:
         found = []
         channels = [self.tasks.channels[of.channel] for of in self.tasks.model_collectives]
-        streams = sorted({channel.stream for channel in channels})  # one for each link
+        own = zip(self.tasks.model_collectives, channels, strict=True)
+        streams = sorted({channel.stream for of, channel in own if not of.is_copy})  # one for each link
         for of, channel, timing in zip(
             self.tasks.model_collectives, channels, self.simulation.model_timings, strict=True
         ):
             took = timing.end - timing.start
             wait = timing.end - timing.exposed if timing.exposed else None
-            link = f", link {streams.index(channel.stream) + 1}" if len(streams) > 1 else ""
-            lane = f"the model's own, {channel.world} ranks{link}"
+            link = "" if of.is_copy or len(streams) < 2 else f", link {streams.index(channel.stream) + 1}"
+            lane = f"copies ({of.kind})" if of.is_copy else f"the model's own, {channel.world} ranks{link}"
             found.append(
                 Task(of.kind, of.kind, lane, timing.start, took, of.bytes, timing.issued, wait, timing.exposed)
             )

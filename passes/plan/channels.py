@@ -1,10 +1,13 @@
-"""The cost of the collectives of one group, and the model's own collectives, which a plan cannot move."""
+"""The cost of the collectives of one group; collectives and copies that a plan cannot move."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from compiled_fsdp.passes.cost.hardware import Curve
+
+COPIES = ("offload", "reload")
+"""The kinds of copies to host memory and back, as ``host_copies.KINDS`` names them."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,12 @@ class CommChannel:
 
 @dataclass(frozen=True)
 class ModelCollective:
-    """One of the model's own collectives (tensor, expert or context parallelism). It stays where the graph has it."""
+    """One of the model's own collectives (tensor, expert or context parallelism), or a copy to host memory or back.
 
-    # The op, for example "all_reduce".
+    It stays where the graph has it.
+    """
+
+    # The op, for example "all_reduce"; "offload" or "reload" for a copy.
     kind: str
     # A key of ``Tasks.channels``.
     channel: str
@@ -75,3 +81,10 @@ class ModelCollective:
     wait: int
     # The streams that it occupies: all streams over its link.
     streams: tuple[int, ...]
+    # Whether compute is slower beside it. A copy to host memory or back takes hardly any of the device's bandwidth.
+    slows_compute: bool = True
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it copies to host memory or back."""
+        return self.kind in COPIES

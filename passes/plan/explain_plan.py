@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from compiled_fsdp.passes.plan.bound import lower_bound
-from compiled_fsdp.passes.plan.simulate import Simulation
+from compiled_fsdp.passes.plan.channels import ModelCollective
+from compiled_fsdp.passes.plan.simulate import ModelTiming, Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
 
 
@@ -71,18 +72,39 @@ def numbers(tasks: Tasks, simulation: Simulation, budget: float | None) -> Numbe
 
 def model_line(tasks: Tasks, simulation: Simulation) -> str | None:
     """A line about the model's own collectives and their waits for gathers and reductions; None if there are none."""
-    if not tasks.model_collectives:
+    own = _own(tasks, simulation, copies=False)
+    if not own:
         return None
-    kinds = Counter(of.kind for of in tasks.model_collectives)
+    kinds = Counter(of.kind for of, _, _ in own)
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    timings = simulation.model_timings
+    timings = [timing for _, _, timing in own]
     queued = sum(timing.start - timing.issued for timing in timings)
     links = "over a link of ours" if tasks.shares_links else "over other links than ours"
     return (
-        f"the model's own collectives: {listed} of {sum(of.bytes for of in tasks.model_collectives) / 1e6:.3f} MB "
-        f"{links}, {1e3 * sum(tasks.model_seconds):.3f} ms, {1e3 * sum(timing.exposed for timing in timings):.3f} "
-        f"exposed, of which {1e3 * queued:.3f} queued"
+        f"the model's own collectives: {listed} of {sum(of.bytes for of, _, _ in own) / 1e6:.3f} MB "
+        f"{links}, {1e3 * sum(seconds for _, seconds, _ in own):.3f} ms, "
+        f"{1e3 * sum(timing.exposed for timing in timings):.3f} exposed, of which {1e3 * queued:.3f} queued"
     )
+
+
+def copies_line(tasks: Tasks, simulation: Simulation) -> str | None:
+    """A line about activations that are copied to host memory or back; None if there are none."""
+    own = _own(tasks, simulation, copies=True)
+    if not own:
+        return None
+    where = {"offload": "to host memory", "reload": "back from host memory"}
+    ways = " and ".join(dict.fromkeys(where[of.kind] for of, _, _ in own))
+    return (
+        f"activations copied {ways}: {len(own)} of {sum(of.bytes for of, _, _ in own) / 1e6:.3f} MB, "
+        f"{1e3 * sum(seconds for _, seconds, _ in own):.3f} ms, "
+        f"{1e3 * sum(timing.exposed for _, _, timing in own):.3f} exposed"
+    )
+
+
+def _own(tasks: Tasks, simulation: Simulation, *, copies: bool) -> list[tuple[ModelCollective, float, ModelTiming]]:
+    """The copies to host memory and back, or the model's own collectives, each with its seconds and its timing."""
+    both = zip(tasks.model_collectives, tasks.model_seconds, simulation.model_timings, strict=True)
+    return [(of, seconds, timing) for of, seconds, timing in both if of.is_copy == copies]
 
 
 def why_not_earlier(tasks: Tasks, simulation: Simulation, index: int, limit: float) -> str:

@@ -218,7 +218,8 @@ class _Clock:
             start = max(self.now, *(self.channel_free.get(stream, 0.0) for stream in streams))
             end = start + self.tasks.model_seconds[i]
             self.channel_free.update(dict.fromkeys(streams, end))
-            self.busy.append((start, end))
+            if self.tasks.model_collectives[i].slows_compute:
+                self.busy.append((start, end))
             self.model_timings.append([self.now, start, end, 0.0])
         for i in waited:
             timing = self.model_timings[i]
