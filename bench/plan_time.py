@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from bench.capture import SHAPES, capture, fake_group
 from compiled_fsdp import fully_shard
 from compiled_fsdp.compat.graphs import copy_of
-from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes, through
 from compiled_fsdp.passes.plan.choose import PlanRules
 
 SHAPE = next(shape for shape in SHAPES if shape.name == "llama3-405b")
@@ -54,9 +54,9 @@ def layered(layers: int, world_size: int, tokens: int) -> None:
         nodes += len(gm.graph.nodes)
         ctx = captured.context(phase, PlanRules())
         start = time.perf_counter()
-        run_passes(GRAPH_PASSES[:2], gm, ctx)
+        run_passes(through("plan"), gm, ctx)
         planned = time.perf_counter()
-        run_passes(GRAPH_PASSES[2:], gm, ctx)
+        run_passes(GRAPH_PASSES[len(through("plan")) :], gm, ctx)
         seconds += [planned - start, time.perf_counter() - planned]
     print(
         f"{layers:4} layers, {nodes:6} nodes: planned in {seconds[0] + seconds[2]:6.2f} s (forward {seconds[0]:.2f}, "

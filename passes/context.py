@@ -75,6 +75,29 @@ class Planned:
         return -1 if self.tasks is None else self.tasks.end
 
 
+@dataclass(frozen=True)
+class ForBackward:
+    """What a forward leaves for its backward under a memory budget. Bytes are those of activations on one rank."""
+
+    # Bytes that stay in the device's memory, and those that torch's partitioner alone would leave there.
+    saved: int
+    saved_without_budget: int
+    # How many tensors wait in host memory, and their bytes.
+    offloaded: int
+    offloaded_bytes: int
+    # Seconds of backward's compute for what it computes again because of the budget.
+    seconds_again: float
+
+    def __str__(self) -> str:
+        """One line for logs and reports."""
+        parts = [f"{self.saved / 1e6:,.1f} MB saved (without a budget {self.saved_without_budget / 1e6:,.1f})"]
+        if self.offloaded:
+            parts.append(f"{self.offloaded_bytes / 1e6:,.1f} MB in host memory ({self.offloaded} tensors)")
+        if self.seconds_again > 0:
+            parts.append(f"{1e3 * self.seconds_again:,.1f} ms to compute the rest again")
+        return ", ".join(parts)
+
+
 @dataclass
 class PassContext:
     """Everything besides the graph that passes read, and the results that they leave for later passes.
@@ -145,6 +168,8 @@ class PassContext:
     verify_level: str = "plan"
     # Names of passes that are switched off.
     disabled_passes: frozenset[str] = frozenset()
+    # Set by the function ``cut``; None without a memory budget.
+    for_backward: ForBackward | None = None
     # Set by the pass ``plan``: the graph's library kernels, with their planned times.
     library_kernels: tuple[LibraryKernel, ...] = ()
     # Set by the pass ``plan``.

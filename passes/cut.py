@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from compiled_fsdp.compat.graphs import copy_of
 from compiled_fsdp.passes.arrange import arrange
+from compiled_fsdp.passes.context import ForBackward
 from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.memory import storage_bytes
 from compiled_fsdp.passes.offload import Candidate, Candidates, offload
@@ -78,8 +79,9 @@ def cut(
     for tasks, needed in zip(chosen.tasks, chosen.needed, strict=True):
         if needed > ctx.rules.budget:
             raise over_budget(tasks.phase, needed, ctx.rules.budget, ctx.rules.bucket)
-    if way != _Way() and log.isEnabledFor(logging.INFO):
-        log.info("memory_budget: %s", cuts.comparison(way, kept))
+    ctx.for_backward = cuts.for_backward(way, kept)
+    if way != _Way():
+        log.info("memory_budget: for backward: %s", ctx.for_backward)
     return chosen.halves
 
 
@@ -245,19 +247,13 @@ class _Cuts:
         except OverBudget:  # the graphs cut with these reads hold more than was assumed
             return []
 
-    def comparison(self, way: _Way, kept: frozenset[int] | None) -> str:
-        """What this way saves, beside what torch's partitioner alone would."""
+    def for_backward(self, way: _Way, kept: frozenset[int] | None) -> ForBackward:
+        """What this way leaves for backward, beside what torch's partitioner alone would."""
         cuts = self.at(_Way(), kept), self.at(way, kept)
-        before, after = (sum(one.saved.values()) / 1e6 for one in cuts)
         alone, again = (sum(tasks.seconds_before[-1] for tasks in one.tasks) for one in cuts)
+        before, after = (sum(one.saved.values()) for one in cuts)
         offloaded = cuts[1].offloaded
-        copied = (
-            f" and {len(offloaded)} tensors of {sum(each.bytes for each in offloaded) / 1e6:,.1f} MB in host memory"
-        )
-        return (
-            f"forward saves {after:,.1f} MB{copied if offloaded else ''} for backward, instead of {before:,.1f} MB; to "
-            f"compute the rest again takes {1e3 * (again - alone):.3f} ms"
-        )
+        return ForBackward(after, before, len(offloaded), sum(each.bytes for each in offloaded), again - alone)
 
 
 def _first_that_fits(ways: Sequence[tuple[_Way, int]], need: Callable[[_Way], int], budget: float, tries: int) -> _Way:

@@ -67,6 +67,11 @@ def pass_names() -> tuple[str, ...]:
     return tuple(p.__name__ for p in (*JOINT_PASSES, *HALVES_PASSES, *GRAPH_PASSES))
 
 
+def through(name: str) -> tuple[Pass, ...]:
+    """The passes of ``GRAPH_PASSES`` up to the one of this name, which is the last."""
+    return GRAPH_PASSES[: [p.__name__ for p in GRAPH_PASSES].index(name) + 1]
+
+
 def run_passes(passes: tuple[Pass, ...], gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Run ``passes`` on one graph in order, except those that are switched off."""
     for run in passes:

@@ -94,11 +94,11 @@ def _places_of_offloads(clock: Clock, hardware: Hardware) -> dict[Node, tuple[in
     found: dict[Node, tuple[int, int]] = {}
     last = _last_uses(clock.nodes)
     end = 0.0
-    for node in (node for node in clock.nodes if node.target is OFFLOAD):
-        (tensor,) = node.all_input_nodes
+    tensor_of = {node: node.all_input_nodes[0] for node in clock.nodes if node.target is OFFLOAD}
+    for node, tensor in sorted(tensor_of.items(), key=lambda pair: clock.place[pair[1]]):
         end = max(end, clock.complete(tensor)) + SLACK * seconds_to_copy(node, hardware)
         wait = max(bisect.bisect_left(clock.start, end), last[memory_of(tensor)] + 1)
-        found[node] = clock.place[node], min(wait, len(clock.nodes) - 1)
+        found[node] = clock.place[tensor] + 1, min(wait, len(clock.nodes) - 1)
     return found
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.base.errors import CompiledFsdpError
+from compiled_fsdp.buckets import host_copies
 from compiled_fsdp.buckets.transport import WAIT
 from compiled_fsdp.passes.graph import (
     ENCODES,
@@ -108,7 +109,7 @@ def _check_models_own(gm: GraphModule, ctx: PassContext, tasks: Tasks) -> None:
 def check_graph(gm: GraphModule, after: str) -> None:
     """Check the invariants of any rewritten graph.
 
-    It lints; each launch has one wait; a parameter is gathered before it is written and before its gradient is
+    It lints; each launch has one wait, and each copy to host memory or back; a parameter is gathered before it is written and before its gradient is
     published.
 
     Raises:
@@ -130,6 +131,11 @@ def check_graph(gm: GraphModule, after: str) -> None:
             raise GraphIsWrong(
                 f"compiled_fsdp: after {after}: {out}, which {launch} writes, is used by {list(out.users)} before the "
                 "wait."
+            )
+    for start in calls(gm, *host_copies.KINDS):
+        if [(user.target, user.args) for user in start.users] != [(host_copies.WAIT_COPY, (start, start.args[0]))]:
+            raise GraphIsWrong(
+                f"compiled_fsdp: after {after}: {start} is used by {list(start.users)}, not by one wait with its source."
             )
     for publish in calls(gm, ops.accumulate_grad.default):
         of_parameter = [n for n in launches if is_gather(n) and argument(publish, "read") in n.meta.get("reads", ())]

@@ -51,7 +51,7 @@ from compiled_fsdp.compiler.shared_code import with_parameters
 from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
 from compiled_fsdp.compiler.user_buckets import user_buckets
 from compiled_fsdp.passes import plan_pass
-from compiled_fsdp.passes.context import Groups, PassContext
+from compiled_fsdp.passes.context import ForBackward, Groups, PassContext
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.cut import cut
 from compiled_fsdp.passes.graph import is_ours, keeps_order
@@ -120,6 +120,7 @@ class Compilation:
         self._group = region.agreeing_group
         self._agreement = None if self._group is None else agreement_of(self._group)
         self._buckets: dict[str, tuple[AgreedBucket, ...]] = {}
+        self._for_backward: ForBackward | None = None
         self._finder = PlanFinder(region, self._agreement, self.signature, self._model)
         # The plan to follow after a meeting; whether this region's plan replaces another one.
         self._met_plan: BoundPlan | None = None
@@ -245,6 +246,7 @@ class Compilation:
             partition=lambda gm: min_cut_partition(gm, joint_inputs, **kwargs),
             agree=lambda topic, propose: from_json(_SHARED, self._agree(topic, lambda: json.dumps(propose()))),
         )
+        self._for_backward = ctx.for_backward
         run_on_halves(*halves, ctx)
         show_shared_memory(halves[0])
         return halves
@@ -267,6 +269,7 @@ class Compilation:
         _trace(f"compiled_fsdp_{phase}_after", gm)
         self._buckets[phase] = ctx.agreed_buckets
         report.note_plan(ctx)
+        report.for_backward = self._for_backward if phase == "forward" else None
         warn_of_other_kernels(ctx.hardware, phase, ctx.library_kernels)
         places = partial(collectives_of, gm, ctx, self.region.reads)
         report.collectives = best_effort("places of collectives", places, ())

@@ -18,14 +18,14 @@ from compiled_fsdp.base import traffic, watch
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.transport import LAUNCHES
-from compiled_fsdp.passes.context import PassContext
+from compiled_fsdp.passes.context import ForBackward, PassContext
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.cost.compute import LibraryKernel
 from compiled_fsdp.passes.graph import crosses_graph, is_wait, kind_of, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 from compiled_fsdp.passes.plan.choose import PlanRules
-from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers, why_not_earlier
+from compiled_fsdp.passes.plan.explain_plan import Numbers, copies_line, model_line, numbers, why_not_earlier
 from compiled_fsdp.passes.plan.sensitivity import Sensitivity, sensitivity
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
@@ -100,6 +100,7 @@ class _Kept:
     cache_key: str | None
     planned: str
     kernels: tuple[LibraryKernel, ...] = ()
+    for_backward: ForBackward | None = None
 
 
 @dataclass
@@ -132,6 +133,7 @@ class GraphReport:
         rules: the rules that the plan follows; None if the graph has no collectives of compiled_fsdp.
         balance: with dynamic shapes, the size from which on compute can hide communication.
         budget: the memory budget in bytes; None for no limit.
+        for_backward: what a forward leaves for its backward; None without a memory budget.
         cache_key: Inductor's cache key, if Inductor generated the code.
         from_cache: whether an earlier process compiled all of its code.
     """
@@ -156,6 +158,7 @@ class GraphReport:
     rules: PlanRules | None = None
     balance: Balance | None = None
     budget: float | None = None
+    for_backward: ForBackward | None = None
     cache_key: str | None = None
     from_cache: bool = False
     _planned: bytes = b""
@@ -194,6 +197,7 @@ class GraphReport:
                 "cache_key": self.cache_key,
                 "planned": base64.b64encode(self._planned).decode(),
                 "kernels": [asdict(kernel) for kernel in self.kernels],
+                "for_backward": None if self.for_backward is None else asdict(self.for_backward),
             }
         )
 
@@ -210,7 +214,7 @@ class GraphReport:
         self.tasks = None if kept.tasks is None else Tasks.from_json(kept.tasks)
         if self.tasks is not None and kept.schedule is not None:
             self.simulation = simulate(self.tasks, kept.schedule)
-        self.rules, self.balance = kept.rules, kept.balance
+        self.rules, self.balance, self.for_backward = kept.rules, kept.balance, kept.for_backward
         names = [read.name for read in self.reads]  # the names in this process's call
         self.collectives = tuple(replace(c, names=tuple(names[i] for i in c.bucket.reads)) for c in kept.collectives)
         self.launches, self.kernels = kept.launches, kept.kernels
@@ -236,6 +240,13 @@ class GraphReport:
         if self.tasks is None or self.simulation is None:
             return None
         return model_line(self.tasks, self.simulation)
+
+    @property
+    def copies(self) -> str | None:
+        """A line about activations that are copied to host memory or back; None without any."""
+        if self.tasks is None or self.simulation is None:
+            return None
+        return copies_line(self.tasks, self.simulation)
 
     def about_to_run(self) -> contextlib.AbstractContextManager[None]:
         """Count the graph's traffic, and return the context to enter around its call, which informs the watcher."""

@@ -34,7 +34,7 @@ def graph_tables(graphs: Sequence[GraphReport]) -> str:
     console = Console(file=text, width=WIDTH, color_system=None, legacy_windows=False)
     for number, graph in enumerate(graphs):
         console.print(_table(number, graph))
-        for line in (graph.numbers, graph.model_collectives, graph.sensitivity, graph.balance):
+        for line in (graph.numbers, graph.model_collectives, graph.copies, graph.sensitivity, graph.balance):
             if line is not None:
                 console.print(str(line), markup=False, highlight=False)
         console.print()

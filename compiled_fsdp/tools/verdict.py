@@ -49,6 +49,8 @@ def verdict(number: int, report: GraphReport, layers: int = 1, *, of_batch: bool
         f"{ms(other)}; bound {milliseconds(numbers.bound)}{above}",
         f"    exposed: {ms(numbers.exposed)} of {ms(on_network)} ms on the network{_because(report)}",
         f"    peak {sum(peak) / divisor:,.1f} {unit}{over}: {held}",
+        *([f"    for backward: {report.for_backward}"] if report.for_backward is not None else []),
+        *([f"    {report.copies}"] if report.copies is not None else []),
     )
     return [part for line in lines for part in wrapped(line, "    ")]
 

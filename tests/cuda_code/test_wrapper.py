@@ -14,9 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from compiled_fsdp import fully_shard
 from compiled_fsdp.base import logs
-from compiled_fsdp.buckets.transport import ALL_GATHER_COALESCED, LAUNCHES, WAIT
+from compiled_fsdp.buckets import host_copies
+from compiled_fsdp.buckets.transport import ALL_GATHER_COALESCED, LAUNCHES
 from compiled_fsdp.passes.cost import PROFILES, CopyEngines
-from compiled_fsdp.passes.graph import calls, is_gather, is_launch, prims, spec_of, waits_of
+from compiled_fsdp.passes.graph import calls, is_gather, is_launch, is_wait, prims, spec_of, waits_of
 from compiled_fsdp.passes.views import memory_of
 from tests.harness import variants
 from tests.harness.cuda_dry import Code, cuda_code
@@ -71,6 +72,8 @@ OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 # Further tensors of a grouped call are free, so nothing is copied into flat buckets.
 GROUPED = replace(PROFILES["h100"], each=0.0)
 GROUPED_COPIES = replace(GROUPED, copy_engines=CopyEngines(latency=0.0))
+# Small tensors are worth a copy.
+IN_HOST_MEMORY = {"hardware": replace(PROFILES["h100"], host_copy=1e9), "memory_budget": 600_000}
 REPLAYED = {"inductor": {"triton.cudagraphs": True}}
 # torch's own passes, which move collectives and put them into buckets.
 TORCHS_OWN = {
@@ -91,6 +94,7 @@ CASES = {
     ),
     "coalesced, bf16": Case({"hardware": GROUPED, "bucket": 100}, shards={"mp_policy": BF16}),
     "symmetric memory": Case({"transport": "symm_mem"}),
+    "activations in host memory": Case(IN_HOST_MEMORY),
     "offloaded": Case(shards=OFFLOADED),
     "offloaded parts in bf16": Case(shards=OFFLOADED | {"mp_policy": BF16}, model=Parts),
     "mode reduce-overhead": Case(mode="reduce-overhead", why_not="compiled_fsdp.pack_shards cannot be captured"),
@@ -187,8 +191,10 @@ def planned_order(code: Code) -> list[str]:
 
 
 def kind_of(node: torch.fx.Node) -> str | None:
-    if node.target is WAIT:
+    if is_wait(node):
         return "wait"
+    if node.target in host_copies.KINDS:
+        return host_copies.KINDS[node.target]
     if node.target in (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default):
         return "all_reduce"
     if node.target in LAUNCHES or (is_launch(node) and spec_of(node).kind.supplies):
@@ -204,6 +210,7 @@ def planned_products(code: Code) -> list[int]:
     launches = [node for node in nodes if kind_of(node) not in (None, "wait")]
     found = []
     for launch in launches:
-        first = min(place[wait] for wait in waits_of(launch))
+        waits = waits_of(launch) or [user for user in launch.users if is_wait(user)]
+        first = min(place[wait] for wait in waits)
         found.append(sum(place[launch] < product < first for product in products))
     return found

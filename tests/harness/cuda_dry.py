@@ -27,7 +27,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map
 
 from compiled_fsdp.compiler import backend
-from compiled_fsdp.passes.graph import argument, ops
+from compiled_fsdp.passes.graph import argument, in_host_memory, ops
 from compiled_fsdp.reporting.report import GraphReport
 
 CUDA = torch.device("cuda", 0)
@@ -119,8 +119,9 @@ def _not_to_be_run() -> Any:
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 def on_cuda(gm: GraphModule) -> GraphModule:
-    """Move the graph's tensors to the GPU, in place, but not its ``param_id`` inputs and offloaded shards."""
+    """Move the graph's tensors to the GPU, in place, but not its ``param_id`` inputs and what is in host memory."""
     stays = {argument(node, "shard") for node in gm.graph.nodes if _gathers_from_host(node)}
+    stays |= set(filter(in_host_memory, gm.graph.nodes))
     mode = detect_fake_mode([node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"])
     assert mode is not None
     for node in gm.graph.nodes:

@@ -18,6 +18,7 @@ LAUNCHES = {
     "reduce_scatter_tensor": "reduce", "reduce_scatter_tensor_coalesced": "reduce", "all_to_all_single": "reduce",
     "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
     "_low_contention_all_gather": "gather", "_low_contention_reduce_scatter": "reduce",
+    "start_offload": "offload", "start_reload": "reload",
 }  # fmt: skip
 # Calls that run no kernel and read no values.
 SILENT = {"reinterpret_tensor", "clear"}
@@ -29,7 +30,7 @@ WAITS_FOR_DEVICE = {"item", "cpu", "tolist", "synchronize", "nonzero"}
 class Event:
     """One launch, wait, piece of compute, or start of a partition."""
 
-    # "gather", "reduce", "all_reduce", "wait", "compute", "partition".
+    # "gather", "reduce", "all_reduce", "offload", "reload", "wait", "compute", "partition".
     kind: str
     line: str
     # The memory that it reads, and the memory that it writes or makes.
@@ -142,7 +143,7 @@ class _Reader:
             self._alias(targets[0], call.args[0])
         elif name in SILENT or name.startswith("assert_") or not (targets or _names(call)):
             return
-        elif name == "wait_tensor":
+        elif name in ("wait_tensor", "wait_copy"):
             self._wait(self._all_behind(call.args[0]), line)
             if targets:
                 self.memory[targets[0]] = self._all_behind(call.args[0])

@@ -22,7 +22,7 @@ from compiled_fsdp.buckets.spec import Kind, ReadSpec
 from compiled_fsdp.buckets.transport import ALL_GATHER, ALL_GATHER_OUT, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from compiled_fsdp.passes.context import GroupPlace, Groups, PassContext
 from compiled_fsdp.passes.graph import argument, calls, is_launch, ops, spec_of
-from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.pipeline import run_passes, through
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.choose import PlanRules
 
@@ -144,12 +144,12 @@ def inputs_of(params: Sequence[Param], *others: Tensor) -> list[list[Tensor]]:
 
 def planned(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """The graph after all passes but `lower` and `verify`."""
-    return run_passes(GRAPH_PASSES[:4], gm, ctx)
+    return run_passes(through("schedule"), gm, ctx)
 
 
 def bucketed(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """The graph with the plan's buckets, before launches and waits are moved to their places."""
-    return run_passes(GRAPH_PASSES[:3], gm, ctx)
+    return run_passes(through("bucket"), gm, ctx)
 
 
 def gathers(gm: GraphModule) -> list[Node]:

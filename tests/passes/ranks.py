@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
+from compiled_fsdp.buckets import host_copies
 from compiled_fsdp.buckets.collectives import by_rank, unpack_gather
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.spec import ReadSpec
@@ -88,7 +89,11 @@ class Ranks:
             return self._launch(node, "exchange", [of[0] for of in given], given[0][3])
         if target is ALL_REDUCE:
             return self._launch(node, "sum", [of[0] for of in given], given[0][2], op=given[0][1])
-        if target is WAIT:
+        if target in host_copies.KINDS:
+            flights = [Flight(of[0].clone(), of[0], of[0].clone()) for of in given]
+            self.flying.update(map(id, flights))
+            return flights
+        if target in (WAIT, host_copies.WAIT_COPY):
             return [self._landed(node, of[0]) for of in given]
         if target is ops.unshard.default:
             return self._unshard(argument(node, "read"), [of[0] for of in given])

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.graph import argument, calls, ops, spec_of, waits_of
-from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes, through
 from compiled_fsdp.passes.plan import choose
 from compiled_fsdp.passes.plan.search import Found, search
 from compiled_fsdp.passes.verify import GraphIsWrong, check_graph
@@ -34,7 +34,7 @@ def test_a_rank_that_defers_nothing_sends_what_the_others_do():
     """Kernels would leave gaps between shards of odd sizes, which a deferred reduction has not."""
     gm, params, _ = backward_of_layers(layers=2, dim=3)
     ctx = context(params, is_fragment=True, kernels=True)
-    gm = run_passes(GRAPH_PASSES[:2], gm, ctx)
+    gm = run_passes(through("plan"), gm, ctx)
     agreed = ctx.planned.plan
     at_once = replace(agreed, launches=tuple(replace(launch, wait=launch.at) for launch in agreed.launches))
     sizes = []
@@ -74,7 +74,7 @@ def test_a_rank_that_defers_nothing_makes_the_same_collectives():
     """A budget may make one rank alone wait at once: a grouped call stays one, with what is sent in it."""
     gm, params, _ = backward_of_layers(layers=1, dim=32)
     ctx = context(params, **coalescing())
-    gm = run_passes(GRAPH_PASSES[:2], gm, ctx)
+    gm = run_passes(through("plan"), gm, ctx)
     agreed = ctx.planned.plan
     at_once = replace(agreed, launches=tuple(replace(launch, wait=launch.at) for launch in agreed.launches))
     grouped = []
@@ -225,7 +225,7 @@ def test_merging_leaves_a_budget_the_room_for_what_becomes_flat(replicas, budget
     gm, params, _ = backward_of_layers(layers=4)
     ctx = context(params, bucket="auto", budget=budget, replicates=replicas is not None)
     ctx.groups[0] = replace(ctx.groups[0], replicate=replicas)
-    run_passes(GRAPH_PASSES[:2], gm, ctx)
+    run_passes(through("plan"), gm, ctx)
     assert found == [merges]
 
 

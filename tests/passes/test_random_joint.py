@@ -20,7 +20,8 @@ from compiled_fsdp.passes.cost.profiles import PROFILES
 from compiled_fsdp.passes.cut import cut
 from compiled_fsdp.passes.graph import argument, calls, ops
 from compiled_fsdp.passes.memory import peak_bytes
-from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
+from compiled_fsdp.passes.offload import Candidates, offload
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes, through
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.views import memory_of
 from tests.passes.joint import LENGTH, Joint, joints
@@ -54,7 +55,7 @@ def inputs_of(joint: Joint) -> tuple[list[list[Any]], list[list[Any]]]:
     return primals, [[torch.linspace(-1, 1, LENGTH) * (rank + 2)] for rank in range(joint.region.ranks)]
 
 
-def check(joint: Joint, asked: dict[str, Any], *, kept: Any = None, **more: Any) -> PassContext:
+def check(joint: Joint, asked: dict[str, Any], *, kept: Any = None, offloaded: Any = None, **more: Any) -> PassContext:
     """Cut and rewrite; run the joint graph, and the halves one after the other; compare."""
     if "user_buckets" in asked:
         numbers = tuple(zip(range(len(joint.region.params)), asked["user_buckets"], strict=False))
@@ -67,6 +68,9 @@ def check(joint: Joint, asked: dict[str, Any], *, kept: Any = None, **more: Any)
     saved = list(next(iter(reversed(forward.graph.nodes))).args[0])[1:]
     if ctx.rules.keep_as_sharded:
         _check_saved(saved, backward, ctx)
+    if offloaded is not None:
+        found = Candidates(forward, backward, replace(ctx, host_memory=float("inf"))).all
+        offload(forward, backward, [each.name for i, each in enumerate(found) if i in offloaded])
     half = {}
     for phase, gm in (("forward", forward), ("backward", backward)):
         own = replace(ctx, phase=phase, summary={}, planned=None)
@@ -138,6 +142,15 @@ def test_whatever_is_kept(joint, asked, kept):
     check(joint, asked, kept=kept)
 
 
+@cases(30)
+@given(joints(), options(), st.sets(st.integers(0, 5)), st.booleans())
+def test_whatever_is_offloaded(joint, asked, offloaded, beside):
+    """Any choice of what waits in host memory, copied by the host itself or beside compute."""
+    if beside:
+        asked = asked | {"hardware": replace(asked["hardware"], host_computes=False, host_copy=1e9)}
+    check(joint, asked, offloaded=offloaded)
+
+
 @pytest.mark.more
 @cases(30)
 @given(joints(), options())
@@ -147,25 +160,25 @@ def test_as_the_planner_chooses(joint, asked):
 
 @pytest.mark.more
 @cases(10)
-@given(joints(), options(), st.booleans(), st.floats(0.3, 1.2))
-def test_within_a_budget_or_refused(joint, asked, as_sharded, share):
+@given(joints(), options(), st.booleans(), st.floats(0.3, 1.2), st.sampled_from([0.0, 16.0, float("inf")]))
+def test_within_a_budget_or_refused(joint, asked, as_sharded, share, host_memory):
     """The partitioner saves less, and recomputes more; what the error asks for is enough."""
     found = joint.region.context("joint", **{k: v for k, v in asked.items() if k != "user_buckets"})
     _, halves = parts(joint, found)
     highest = 0
     for phase, gm in zip(("forward", "backward"), halves, strict=True):
         own = replace(found, phase=phase, summary={}, rules=replace(found.rules, bucket="parameter"), planned=None)
-        run_passes(GRAPH_PASSES[:2], gm, own)
+        run_passes(through("plan"), gm, own)
         highest = max(highest, 0 if own.planned.simulation is None else own.planned.simulation.peak)
     budget = int(share * highest)
     refused = None
     try:
-        check(joint, asked, keep_as_sharded=as_sharded, budget=budget)
+        check(joint, asked, keep_as_sharded=as_sharded, budget=budget, host_memory=host_memory)
     except OverBudget as error:
         refused = error
     if refused is not None:
         assert refused.least > budget
-        check(joint, asked, keep_as_sharded=as_sharded, budget=refused.least)
+        check(joint, asked, keep_as_sharded=as_sharded, budget=refused.least, host_memory=host_memory)
 
 
 # ---- what was found --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from compiled_fsdp.buckets.transport import ALL_GATHER, WAIT
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.graph import calls
-from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.pipeline import run_passes, through
 from compiled_fsdp.passes.verify import GraphIsWrong, verify
 from tests.passes.graphs import (
     ALL_REDUCE,
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 def lowered(**options: Any) -> tuple[GraphModule, PassContext]:
     gm, params, _ = backward_of_layers(layers=2)
     ctx = context(params, **options)
-    return run_passes(GRAPH_PASSES[:5], gm, ctx), ctx
+    return run_passes(through("lower"), gm, ctx), ctx
 
 
 def node(gm: GraphModule, name: str) -> Node:
@@ -154,7 +154,7 @@ def with_a_sum() -> tuple[GraphModule, PassContext]:
         return [wait(launch_sum(x @ first)).cos() @ second]
 
     ctx = context(params, "forward")
-    return run_passes(GRAPH_PASSES[:5], trace(function, params, torch.ones(2, 4)), ctx), ctx
+    return run_passes(through("lower"), trace(function, params, torch.ones(2, 4)), ctx), ctx
 
 
 def test_collectives_of_the_models_own_stay_where_they_were():
@@ -187,7 +187,7 @@ def test_full_checks_after_every_pass_and_names_it():
         return gm
 
     with pytest.raises(GraphIsWrong, match="after clumsy"):
-        run_passes((*GRAPH_PASSES[:5], clumsy), gm, context(params, verify_level="full"))
+        run_passes((*through("lower"), clumsy), gm, context(params, verify_level="full"))
 
 
 def test_off_checks_nothing():
