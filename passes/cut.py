@@ -180,6 +180,8 @@ class _Cuts:
     def _least(self, kept: frozenset[int] | None) -> _Way:
         """The first way that fits into the budget, as far as few tries find it: what a way needs is only estimated.
 
+        If the same choice for all segments takes less time, it is that.
+
         Raises:
             OverBudget: none fits.
         """
@@ -199,7 +201,10 @@ class _Cuts:
             if len(needs) >= CUTS or not ways:
                 continue
             if need(ways[-1][0]) <= budget:
-                return self.exact(_first_that_fits([below, *ways], need, budget, CUTS - len(needs)), kept)
+                first = _first_that_fits([below, *ways], need, budget, CUTS - len(needs))
+                need(first._replace(step=self.choices.end_of_level(first.step)))
+                fitting = [way for way, needed in needs.items() if needed <= budget]
+                return self.exact(min(fitting, key=lambda way: self.at(way, kept).seconds), kept)
             below = ways[-1]
         # What backward holds while it computes much again may be more than what that frees.
         offloaded = ALL if self.ctx.host_memory else 0

@@ -106,5 +106,6 @@ def _run_pass(run: Callable[..., GraphModule | None], graphs: Graphs, ctx: PassC
 
 
 def _log_pass(name: str, seconds: float, ctx: PassContext) -> None:
-    """Log the pass's line, which ``TORCH_LOGS=+compiled_fsdp`` shows."""
-    log.debug("%s graph, %s: %s, in %.1f ms", ctx.phase, name, ctx.summary.get(name, "done"), 1e3 * seconds)
+    """Log the pass's line, which ``TORCH_LOGS=+compiled_fsdp`` shows; a pass that had nothing to do has none."""
+    if name in ctx.summary:
+        log.debug("%s graph, %s: %s, in %.1f ms", ctx.phase, name, ctx.summary[name], 1e3 * seconds)

@@ -105,6 +105,10 @@ class Choices:
         """The steps at which all segments have the same level, from the least memory to the most."""
         return range(len(self) - 1, 0, -self._count)
 
+    def end_of_level(self, step: int) -> int:
+        """The next step at which all segments have the same level, or ``step`` itself."""
+        return -(-step // self._count) * self._count
+
     def upto_price(self, price: float) -> int:
         """The last step before any that saves more than ``price`` times the time to read or write each saved byte."""
         levels = itertools.takewhile(lambda level: level.price <= price, self._levels)

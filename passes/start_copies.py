@@ -39,12 +39,13 @@ SLACK = 1.25
 def start_copies(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Divide each copy to host memory or back into a start and a wait, with compute in between."""
     copies = calls(gm, *STARTS)
-    if copies:
-        clock = Clock(gm, ctx)
-        places = {**_places_of_offloads(clock, ctx.hardware), **_places_of_reloads(clock, ctx.hardware)}
-        for node, place in places.items():
-            _divide(node, *(_remaining(clock.nodes, at) for at in place))
-        gm.graph.lint()
+    if not copies:
+        return gm
+    clock = Clock(gm, ctx)
+    places = {**_places_of_offloads(clock, ctx.hardware), **_places_of_reloads(clock, ctx.hardware)}
+    for node, place in places.items():
+        _divide(node, *(_remaining(clock.nodes, at) for at in place))
+    gm.graph.lint()
     ctx.changed("start_copies", f"{len(copies)} copies to host memory or back")
     return gm
 

@@ -109,8 +109,8 @@ def _check_models_own(gm: GraphModule, ctx: PassContext, tasks: Tasks) -> None:
 def check_graph(gm: GraphModule, after: str) -> None:
     """Check the invariants of any rewritten graph.
 
-    It lints; each launch has one wait, and each copy to host memory or back; a parameter is gathered before it is written and before its gradient is
-    published.
+    It lints; each launch has one wait, and each copy to host memory or back; a parameter is gathered before it is
+    written and before its gradient is published.
 
     Raises:
         GraphIsWrong: the pass ``after`` has broken one of them.
@@ -135,7 +135,8 @@ def check_graph(gm: GraphModule, after: str) -> None:
     for start in calls(gm, *host_copies.KINDS):
         if [(user.target, user.args) for user in start.users] != [(host_copies.WAIT_COPY, (start, start.args[0]))]:
             raise GraphIsWrong(
-                f"compiled_fsdp: after {after}: {start} is used by {list(start.users)}, not by one wait with its source."
+                f"compiled_fsdp: after {after}: {start} is used by {list(start.users)}, not by one wait with its "
+                "source."
             )
     for publish in calls(gm, ops.accumulate_grad.default):
         of_parameter = [n for n in launches if is_gather(n) and argument(publish, "read") in n.meta.get("reads", ())]

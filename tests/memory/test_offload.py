@@ -137,11 +137,14 @@ def changed(cls: type[nn.Module]) -> nn.Module:
 @distributed(world_size=2)
 def test_the_measured_peak_is_within_the_budget(rank, world_size):
     """Without what is in host memory, which torch's allocator does not hold on the CPU."""
-    options = {"hardware": SLOW, "memory_budget": 2_600_000}
-    measured, graphs = measured_peak(rank, **options)
-    assert measured <= options["memory_budget"]
+    measured, graphs = measured_peak(rank, hardware=SLOW)
+    budget = int(0.7 * max(graph.simulation.peak for graph in graphs))
+    assert measured > budget
+    torch.compiler.reset()
+    measured, graphs = measured_peak(rank, hardware=SLOW, memory_budget=budget)
+    assert measured <= budget
     assert graphs[0].for_backward.offloaded > 0
-    assert max(graph.simulation.peak for graph in graphs) <= options["memory_budget"]
+    assert max(graph.simulation.peak for graph in graphs) <= budget
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.compat.modules import fake_store
 from compiled_fsdp.compiler.preview import planned_graphs
+from compiled_fsdp.passes.context import ForBackward
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.search import OverBudget
@@ -97,6 +98,7 @@ class GraphEstimate:
         peak_lower_bound_bytes: that no plan can go below.
         budget_bytes: None for no limit.
         timeline: the plan in time.
+        for_backward: of a forward under a budget: what it leaves for backward.
     """
 
     name: str
@@ -109,6 +111,7 @@ class GraphEstimate:
     peak_lower_bound_bytes: int
     budget_bytes: float | None
     timeline: GraphTimeline
+    for_backward: ForBackward | None = None
 
     @staticmethod
     def of(report: GraphReport) -> GraphEstimate:
@@ -129,6 +132,7 @@ class GraphEstimate:
             bound.peak,
             report.budget,
             timeline,
+            report.for_backward,
         )
 
 
@@ -170,6 +174,11 @@ class Estimate:
     def exposed_s(self) -> float:
         """Seconds that compute waits for communication."""
         return sum(graph.exposed_s for graph in self.graphs)
+
+    @property
+    def for_backward(self) -> ForBackward | None:
+        """What forward leaves for backward; None without a budget."""
+        return next((graph.for_backward for graph in self.graphs if graph.for_backward is not None), None)
 
     @property
     def hidden(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from compiled_fsdp.base.files import write_text
 from compiled_fsdp.base.sizes import parse_size, too_small_a_budget
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.tools.cli import budgets
 from compiled_fsdp.tools.cli.estimate import Estimate, NotPlannable, Setting, estimate
 from compiled_fsdp.tools.cli.hardware import find
 from compiled_fsdp.tools.cli.parallel import PRECISIONS, wire_policy
@@ -145,6 +146,14 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
     help="Memory on each rank: 60GB, a share such as 0.9, none; or several.",
 )  # fmt: skip
 @click.option(
+    "--curve", type=FILE, callback=_in_a_folder, metavar="FILE.html",
+    help="Plan budgets from the least that fits to none, and draw the step's time over them.",
+)  # fmt: skip
+@click.option(
+    "--fit", type=click.Choice(["batch", "seq"]),
+    help="The largest batch, or multiple of --seq, that fits into --budget (by default the device's memory).",
+)  # fmt: skip
+@click.option(
     "--wire", type=Several("codecs", _wire), default="none", show_default=True,
     help="How collectives are compressed, gathers/reductions: int8, or float8_e4m3fn/bfloat16. Give several to compare "
     "them: none,int8.",
@@ -169,7 +178,8 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
 def plan(
     model: str, inputs: str, world_size: Sequence[int], replicate: int, tensor_parallel: int, hardware: Hardware,
     batch: Sequence[int], seq: int, precision: str, reshard_after_forward: str, checkpointing: str,
-    budget: Sequence[float | None], wire: Sequence[str], transport: str, json_file: Path | None, timeline: Path | None,
+    budget: Sequence[float | None], curve: Path | None, fit: str | None, wire: Sequence[str], transport: str,
+    json_file: Path | None, timeline: Path | None,
 ) -> None:  # fmt: skip
     """Plan a training step for ranks that you do not have: time, tokens per second, MFU, exposed communication, memory.
 
@@ -208,21 +218,41 @@ def plan(
         raise click.UsageError(
             "--timeline FILE.html is drawn by plotly, which is not installed: pip install plotly, or give FILE.json."
         )
+    if (curve is not None or fit is not None) and (len(settings) > 1 or (curve is not None and fit is not None)):
+        raise click.UsageError("--curve and --fit are about one step: give one value of each, and one of the two.")
+    if curve is not None and (curve.suffix != ".html" or not _has_plotly()):
+        raise click.UsageError("--curve draws a page: give FILE.html, and install plotly (pip install plotly).")
     console, bar = Console(), Console(stderr=True)
     if not console.is_terminal:
         console = Console(width=WIDTH)
+
+    def watched(settings: Iterable[Setting]) -> Iterable[Setting]:
+        return track(list(settings), "planning", console=bar, disable=not bar.is_terminal, transient=True)
+
     found: list[Estimate | OverBudget] = []
-    for setting in track(settings, "planning", console=bar, disable=not bar.is_terminal, transient=True):
-        try:
-            found.append(estimate(setting))
-        except NotPlannable as error:
-            raise click.ClickException(str(error)) from error
-        except OverBudget as error:
-            if len(settings) == 1:
-                raise click.ClickException(str(error)) from error
-            found.append(error)
+    knee = None
+    try:
+        if curve is not None:
+            pairs = budgets.curve(settings[0], watched)
+            budgets.draw(pairs, curve)
+            settings, found, knee = [one for one, _ in pairs], [one for _, one in pairs], budgets.knee_of(pairs)
+        elif fit is not None:
+            limited = replace(settings[0], budget=settings[0].budget or float(hardware.memory))
+            best, one = budgets.largest(limited, {"batch": "batch", "seq": "sequence"}[fit])
+            settings, found = [best], [one]
+            console.print(f" the largest --{fit} that fits: {best.batch if fit == 'batch' else best.sequence:,}")
+        else:
+            for setting in watched(settings):
+                try:
+                    found.append(estimate(setting))
+                except OverBudget as error:
+                    if len(settings) == 1:
+                        raise
+                    found.append(error)
+    except (NotPlannable, OverBudget) as error:
+        raise click.ClickException(str(error)) from error
     planned = [estimated for estimated in found if isinstance(estimated, Estimate)]
-    console.print(_step(settings[0], planned[0]) if len(settings) == 1 else table_of(settings, found))
+    console.print(_step(settings[0], planned[0]) if len(settings) == 1 else table_of(settings, found, knee))
     if json_file is not None:
         runs = [
             {"setting": _plain(setting)}
@@ -276,6 +306,7 @@ def _step(setting: Setting, e: Estimate) -> Table:
         "peak on a rank": f"{megabytes(e.peak_bytes)} of {setting.hardware.memory / 1e9:,.0f} GB"
         + (": too much" if e.peak_bytes > setting.hardware.memory else "")
         + ("" if setting.budget is None else f", budget {megabytes(setting.budget)}"),
+        **({} if e.for_backward is None else {"for backward": str(e.for_backward)}),
         "launches": ", ".join(f"{_launches(graph.timeline.tasks)} in {graph.name}" for graph in e.graphs),
     }
     for name, text in rows.items():
@@ -287,8 +318,8 @@ def _launches(tasks: Sequence[Any]) -> int:
     return sum(task.kind in ("gather", "reduce") for task in tasks)
 
 
-def table_of(settings: Sequence[Setting], found: Sequence[Estimate | OverBudget]) -> Table:
-    """Make a table with a line for each setting."""
+def table_of(settings: Sequence[Setting], found: Sequence[Estimate | OverBudget], knee: int | None = None) -> Table:
+    """Make a table with a line for each setting; the line ``knee`` of a curve is marked."""
     table = Table()
     encoded = any(setting.wire != "none" for setting in settings)
     if encoded:
@@ -296,7 +327,9 @@ def table_of(settings: Sequence[Setting], found: Sequence[Estimate | OverBudget]
     for name in ("ranks", "batch", "budget\nGB", "step\nms", "bound\nms", "tokens/s\na rank", "MFU", "exposed\nms",
                  "peak\nGB"):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
-    for setting, one in zip(settings, found, strict=True):
+    if knee is not None:
+        table.add_column("", no_wrap=True)
+    for number, (setting, one) in enumerate(zip(settings, found, strict=True)):
         limit = "none" if setting.budget is None else f"{setting.budget / 1e9:,.1f}"
         row = [str(setting.world_size), str(setting.batch), limit]
         if isinstance(one, Estimate):
@@ -304,5 +337,5 @@ def table_of(settings: Sequence[Setting], found: Sequence[Estimate | OverBudget]
             row += [_percent(one.mfu), f"{1e3 * one.exposed_s:,.1f}", f"{one.peak_bytes / 1e9:,.1f}"]
         else:
             row += ["no plan", "", "", "", "", f"> {one.least / 1e9:,.1f}"]
-        table.add_row(*([setting.wire] if encoded else []), *row)
+        table.add_row(*([setting.wire] if encoded else []), *row, *(["knee"] if number == knee else []))
     return table
