@@ -161,6 +161,13 @@ def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return out
 
 
+def activation_memory_budget() -> float:
+    """torch's own setting: the share of the activations that its partitioner may save. 1.0 if nobody has set it."""
+    from torch._functorch import config
+
+    return float(config.activation_memory_budget)
+
+
 def min_cut_partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
     """Cut a joint graph with torch's partitioner, which honours recompute marks."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from compiled_fsdp.compat.compilers import check_inductor_options
+from compiled_fsdp.compat.graphs import activation_memory_budget
 from compiled_fsdp.compat.modules import torch_fsdp_in_forward
 from compiled_fsdp.compat.symm_mem import known_to_inductor, missing_kernel
 from compiled_fsdp.compiler.hardware import hardware_of, local_nodes, use_bucket_kernels
@@ -42,6 +43,11 @@ def checked_options(
     hardware = hardware_of(parsed, region)  # this and the next call raise if an option cannot be satisfied here
     use_bucket_kernels(parsed, region)
     _check_transport(parsed, region, hardware, runs=runs)
+    if parsed.memory_budget is not None and (share := activation_memory_budget()) != 1:
+        raise ValueError(
+            "compiled_fsdp: option 'memory_budget' decides what backward computes again, and so does "
+            f"torch._functorch.config.activation_memory_budget={share}. Set that to 1.0, or leave the option out."
+        )
     if not region.reads and (name := torch_fsdp_in_forward(inputs)) is not None:
         raise NotImplementedError(
             f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside "

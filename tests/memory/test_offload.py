@@ -177,6 +177,15 @@ def test_host_memory_is_limited():
     assert limited.seconds_again > free.seconds_again
 
 
+def test_torchs_own_budget_is_refused_beside_ours():
+    with (
+        fake_group(2),
+        torch._functorch.config.patch(activation_memory_budget=0.5),
+        pytest.raises(ValueError, match=r"'memory_budget'.*activation_memory_budget=0.5.*or leave the option out"),
+    ):
+        compiled(shard(small(), fully_shard), memory_budget="1GB")(batch(0, 0)[0])
+
+
 @pytest.mark.parametrize("choice", [0, -1, "much", None, 0.5])
 def test_a_bad_choice_names_the_option(choice):
     with pytest.raises(ValueError, match=r"'offload_activations'.*but got"):

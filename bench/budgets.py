@@ -1,0 +1,91 @@
+"""Plan steps under memory budgets, beside checkpoints by hand and torch's own activation_memory_budget.
+
+    python -m bench.budgets [--model llama3-8b] [--world-size 8] [--seq 8192] [--layers N] [--json FILE]
+
+Nothing runs on a device, because every figure is a prediction of the cost model. The rows: without a budget; full and
+selective checkpoints, each followed by the plan within the same memory, with copies of activations to host memory and
+without; torch's setting, followed by the same; the least budgets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bench.tables import table
+from compiled_fsdp.passes.cost import PROFILES
+from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.tools.cli.estimate import Estimate, Setting, estimate
+from compiled_fsdp.tools.cli.shapes import SHAPES
+
+SHARES = (0.7, 0.4)
+"""Values of torch's activation_memory_budget."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama3-8b", choices=list(SHAPES))
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=0, help="instead of all of the model's")
+    parser.add_argument("--hardware", default="h100", choices=list(PROFILES))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    shape = SHAPES[arguments.model]
+    shape = replace(shape, layers=arguments.layers or shape.layers)
+    hardware = PROFILES[arguments.hardware]
+    setting = Setting(shape, "", arguments.world_size, 1, 1, hardware, 1, arguments.seq, "bf16", True, "none", None)
+    found = []
+    for name, one in rows(setting):
+        found.append((name, one))
+        print(f"{name}: {_figures(one)}", flush=True)
+    head = (f"{arguments.model}, {shape.layers} layers, {arguments.world_size} x {hardware.name}, {arguments.seq:,} tokens", "peak, GB", "step, ms")  # fmt: skip
+    print(table(head, [(name, f"{one.peak_bytes / 1e9:.1f}", f"{1e3 * one.step_s:,.1f}") for name, one in found]))
+    if arguments.json is not None:
+        text = [{"row": name, "peak_bytes": one.peak_bytes, "step_s": one.step_s} for name, one in found]
+        arguments.json.write_text(json.dumps(text))
+
+
+def rows(setting: Setting) -> Iterator[tuple[str, Estimate]]:
+    """Yield the rows of the table, each with its name."""
+    free = estimate(setting)
+    yield "no budget", free
+    others = {
+        "full checkpoints": functools.partial(estimate, replace(setting, checkpointing="full")),
+        "selective checkpoints": functools.partial(estimate, replace(setting, checkpointing="selective")),
+        **{f"activation_memory_budget={share}": functools.partial(_by_torch, setting, share) for share in SHARES},
+    }
+    for name, plan in others.items():
+        other = plan()
+        yield name, other
+        yield from _within(setting, other.peak_bytes, "the same memory")
+    yield from _within(setting, 0, "least")
+
+
+def _within(setting: Setting, budget: float, name: str) -> Iterator[tuple[str, Estimate]]:
+    """Yield the plan within a budget, with copies and without; if nothing fits, within the least budget."""
+    for copies, choice in (("", "auto"), (", no copies", False)):
+        limited = replace(setting, budget=max(budget, 1e3), options=(("offload_activations", choice),))
+        try:
+            yield f"... {name}{copies}", estimate(limited)
+        except OverBudget as error:
+            yield f"... least{copies}", estimate(replace(limited, budget=float(error.least)))
+
+
+def _by_torch(setting: Setting, share: float) -> Estimate:
+    with torch._functorch.config.patch(activation_memory_budget=share):
+        return estimate(setting)
+
+
+def _figures(one: Estimate) -> str:
+    return f"{one.peak_bytes / 1e9:.2f} GB, {1e3 * one.step_s:.1f} ms, {one.for_backward or ''}"
+
+
+if __name__ == "__main__":
+    main()
