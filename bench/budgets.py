@@ -1,6 +1,7 @@
 """Plan steps under memory budgets, beside checkpoints by hand and torch's own activation_memory_budget.
 
     python -m bench.budgets [--model llama3-8b] [--world-size 8] [--seq 8192] [--layers N] [--json FILE]
+    python -m bench.budgets --checkpointing selective --shares 0.9,0.8   # shares of the memory without a budget
 
 Nothing runs on a device, because every figure is a prediction of the cost model. The rows: without a budget; full and
 selective checkpoints, each followed by the plan within the same memory, with copies of activations to host memory and
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from bench.tables import table
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.tools.cli.estimate import Estimate, Setting, estimate
-from compiled_fsdp.tools.cli.shapes import SHAPES
+from compiled_fsdp.tools.cli.shapes import CHECKPOINTING, SHAPES
 
 SHARES = (0.7, 0.4)
 """Values of torch's activation_memory_budget."""
@@ -35,14 +36,21 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=0, help="instead of all of the model's")
     parser.add_argument("--hardware", default="h100", choices=list(PROFILES))
+    parser.add_argument("--checkpointing", default="none", choices=CHECKPOINTING, help="with --shares")
+    parser.add_argument("--shares", help="plan only within these shares of the memory without a budget")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     shape = SHAPES[arguments.model]
     shape = replace(shape, layers=arguments.layers or shape.layers)
     hardware = PROFILES[arguments.hardware]
-    setting = Setting(shape, "", arguments.world_size, 1, 1, hardware, 1, arguments.seq, "bf16", True, "none", None)
+    setting = Setting(
+        shape, "", arguments.world_size, 1, 1, hardware, 1, arguments.seq, "bf16", True, arguments.checkpointing, None
+    )
     found = []
-    for name, one in rows(setting):
+    chosen = rows(setting)
+    if arguments.shares:
+        chosen = within_shares(setting, [float(share) for share in arguments.shares.split(",")])
+    for name, one in chosen:
         found.append((name, one))
         print(f"{name}: {_figures(one)}", flush=True)
     head = (f"{arguments.model}, {shape.layers} layers, {arguments.world_size} x {hardware.name}, {arguments.seq:,} tokens", "peak, GB", "step, ms")  # fmt: skip
@@ -66,6 +74,14 @@ def rows(setting: Setting) -> Iterator[tuple[str, Estimate]]:
         yield name, other
         yield from _within(setting, other.peak_bytes, "the same memory")
     yield from _within(setting, 0, "least")
+
+
+def within_shares(setting: Setting, shares: Sequence[float]) -> Iterator[tuple[str, Estimate]]:
+    """Yield the plan without a budget, and those within shares of its memory."""
+    free = estimate(setting)
+    yield "no budget", free
+    for share in shares:
+        yield from _within(setting, share * free.peak_bytes, f"{share:.1%} of the memory")
 
 
 def _within(setting: Setting, budget: float, name: str) -> Iterator[tuple[str, Estimate]]:
