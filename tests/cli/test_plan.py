@@ -17,6 +17,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from compiled_fsdp.passes.cost import PROFILES
+from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.tools.cli import budgets
 from compiled_fsdp.tools.cli.estimate import NotPlannable, Setting, estimate
 from compiled_fsdp.tools.cli.plan import budget_of, plan, table_of
 from compiled_fsdp.tools.cli.shapes import SHAPES, Decoder
@@ -323,3 +325,52 @@ def test_a_page_without_plotly_is_refused_before_anything_is_planned(monkeypatch
     done = run("--model", "tiny", "--timeline", "x.html")
     assert done.exit_code == 2
     assert "pip install plotly" in " ".join(done.output.split())
+
+
+# ---- questions about memory ------------------------------------------------------------------------------------------
+@pytest.fixture
+def by_formula(monkeypatch):
+    """Plans that take no time: 100 bytes for each token are needed without a budget, and 10 at least."""
+    one = estimate(TINY)
+
+    def planned(setting):
+        tokens = setting.batch * setting.sequence
+        most, least = 100 * tokens, 10 * tokens
+        held = most if setting.budget is None else min(most, setting.budget)
+        if held < least:
+            raise OverBudget("too little", least)
+        graph = replace(one.graphs[0], peak_bytes=int(held), step_s=most / held)
+        return replace(one, graphs=(graph,), tokens=tokens)
+
+    monkeypatch.setattr(budgets, "estimate", planned)
+
+
+def test_a_curve_of_budgets(tmp_path, by_formula):
+    """From the least budget to none, with the knee marked in the table and in the picture."""
+    file = tmp_path / "curve.html"
+    done = run("--model", "tiny", "--seq", 10**6, "--batch", 1000, "--curve", file)
+    assert done.exit_code == 0, done.output
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.output.splitlines() if "│" in line]
+    assert [row[2] for row in rows] == ["10.0", "21.3", "32.5", "43.8", "55.0", "66.3", "77.6", "88.8", "none"]
+    assert [row[-1] for row in rows] == ["", "", "knee", *[""] * 6]
+    assert "knee: 32.5 GB" in file.read_text()
+
+
+def test_the_knee_is_where_more_memory_brings_little():
+    assert budgets.knee([(0, 10), (1, 2), (10, 0)]) == 1
+    assert budgets.knee([(1, 1), (1, 1)]) == 0  # there is none
+
+
+def test_the_largest_that_fits(by_formula):
+    """Within the budget, or within the device's memory; --seq in multiples of what is given."""
+    words = "--model", "tiny", "--seq", 1000
+    assert "the largest --batch that fits: 13\n" in run(*words, "--budget", 139_999, "--fit", "batch").output
+    assert "the largest --seq that fits: 13,000" in run(*words, "--budget", 139_999, "--fit", "seq").output
+    assert "the largest --batch that fits: 8,000,000" in run(*words, "--fit", "batch").output
+    assert "too little" in run(*words, "--budget", 9_999, "--fit", "batch").output
+
+
+def test_one_question_at_a_time(tmp_path):
+    for words in (("--fit", "batch", "--batch", "1,2"), ("--fit", "seq", "--curve", tmp_path / "a.html")):
+        assert "are about one step" in run("--model", "tiny", *words).output
+    assert "draws a page" in run("--model", "tiny", "--curve", tmp_path / "a.png").output

@@ -47,6 +47,11 @@ OPTIONS = {
 }
 
 
+BUDGETS = tuple(f"{1000 * size:_}" for size in (3, 6, 12, 25, 50))
+"""Memory budgets in bytes that some programs keep by computing again or by copies to host memory, and some not at all.
+"""
+
+
 def generate(seed: int, modes: Sequence[str] = MODES, scripts: int = 1, ranks_differ: float = 0.1) -> Program:
     """Return the program of a seed. Consecutive seeds take the `modes` in turn.
 
@@ -60,6 +65,7 @@ def generate(seed: int, modes: Sequence[str] = MODES, scripts: int = 1, ranks_di
     mode = modes[number % len(modes)]
     program = _Draw(str(number), mode).program()
     program = _Draw(f"transport of {number}", mode).transport(program)
+    program = _Draw(f"budget of {number}", mode).budget(program)
     program = _Draw(f"ranks of {number}", mode).other(program, ranks_differ)
     if scripts > 1:
         program = _Draw(f"script {seed}", mode).script(program)
@@ -168,6 +174,15 @@ class _Draw:
         if not self.chance(0.1) or torch.__version__ < "2.13":
             return program
         return dataclasses.replace(program, options=(*program.options, ("transport", '"symm_mem"')))
+
+    def budget(self, program: Program) -> Program:
+        """Return the program, perhaps with a small memory budget."""
+        options = dict(program.options)
+        if not self.chance(0.2) or "memory_budget" in options or program.mode in ("eager", "torch's aot_eager"):
+            return program
+        options["memory_budget"] = self.random.choice(BUDGETS)
+        options["offload_activations"] = self.random.choice(("True", "True", "False"))
+        return dataclasses.replace(program, options=tuple(options.items()))
 
     def units(self, program: Program) -> list[str]:
         """Return the layers that are units of their own, as code."""
