@@ -53,8 +53,13 @@ def main() -> None:
     for name, one in chosen:
         found.append((name, one))
         print(f"{name}: {_figures(one)}", flush=True)
-    head = (f"{arguments.model}, {shape.layers} layers, {arguments.world_size} x {hardware.name}, {arguments.seq:,} tokens", "peak, GB", "step, ms")  # fmt: skip
-    print(table(head, [(name, f"{one.peak_bytes / 1e9:.1f}", f"{1e3 * one.step_s:,.1f}") for name, one in found]))
+    what = f"{arguments.model}, {shape.layers} layers, {setting.world_size} ranks, {setting.sequence:,} tokens"
+    print(
+        table(
+            (what, "peak, GB", "step, ms"),
+            [(name, f"{one.peak_bytes / 1e9:.1f}", f"{1e3 * one.step_s:,.1f}") for name, one in found],
+        )
+    )
     if arguments.json is not None:
         text = [{"row": name, "peak_bytes": one.peak_bytes, "step_s": one.step_s} for name, one in found]
         arguments.json.write_text(json.dumps(text))

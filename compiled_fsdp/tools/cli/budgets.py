@@ -72,7 +72,7 @@ def draw(found: Sequence[tuple[Setting, Estimate]], file: Path) -> None:
     setting = found[0][0]
     name = setting.model if isinstance(setting.model, str) else "model"
     figure.update_layout(
-        title=f"{name}, {setting.world_size} ranks, {setting.batch} x {setting.sequence} tokens, {found[0][1].hardware}",
+        title=f"{name}, {setting.world_size} x {setting.hardware.name}, {setting.batch} x {setting.sequence} tokens",
         xaxis_title="peak on a rank, GB", yaxis_title="step, ms", xaxis_rangemode="tozero", template="simple_white",
     )  # fmt: skip
     write_text(file, figure.to_html(include_plotlyjs=True))
