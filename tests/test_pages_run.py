@@ -38,6 +38,8 @@ def shown_programs_of(page: str) -> list[tuple[str, str]]:
 def test_programs_print_what_their_page_shows_but_for_numbers(page, number, library, tmp_path):
     """On two ranks. Numbers may differ."""
     pytest.importorskip(library)
+    if library == "torch" and torch.__version__ < "2.13":
+        pytest.skip("before torch 2.13 an nn.Sequential that is compiled in place runs uncompiled")
     code, shown = shown_programs_of(page)[number]
     (tmp_path / "program.py").write_text(code)
     program = str(tmp_path / "program.py")
