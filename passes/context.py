@@ -90,12 +90,16 @@ class ForBackward:
 
     def __str__(self) -> str:
         """One line for logs and reports."""
-        parts = [f"{self.saved / 1e6:,.1f} MB saved (without a budget {self.saved_without_budget / 1e6:,.1f})"]
+        parts = [f"{_size(self.saved)} saved (without a budget {_size(self.saved_without_budget)})"]
         if self.offloaded:
-            parts.append(f"{self.offloaded_bytes / 1e6:,.1f} MB in host memory ({self.offloaded} tensors)")
+            parts.append(f"{_size(self.offloaded_bytes)} in host memory ({self.offloaded} tensors)")
         if self.seconds_again > 0:
             parts.append(f"{1e3 * self.seconds_again:,.1f} ms to compute the rest again")
         return ", ".join(parts)
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
 @dataclass

@@ -45,6 +45,8 @@ MarkPass = Callable[[GraphModule, "PassContext"], GraphModule]
 
 CUTS = 12
 """The most ways to cut that are planned for one set of kept parameters."""
+QUICKER = 0.999
+"""A way that copies or computes again more than the first one that fits is taken if it takes this share of its time."""
 CLOSE_TO_BUDGET = 0.99
 """The search ends at a cut that needs this share of the budget, or more of it."""
 
@@ -180,7 +182,7 @@ class _Cuts:
     def _least(self, kept: frozenset[int] | None) -> _Way:
         """The first way that fits into the budget, as far as few tries find it: what a way needs is only estimated.
 
-        If the same choice for all segments takes less time, it is that.
+        If a later one takes less time, it is that: for example, the same choice for all segments.
 
         Raises:
             OverBudget: none fits.
@@ -203,8 +205,9 @@ class _Cuts:
             if need(ways[-1][0]) <= budget:
                 first = _first_that_fits([below, *ways], need, budget, CUTS - len(needs))
                 need(first._replace(step=self.choices.end_of_level(first.step)))
-                fitting = [way for way, needed in needs.items() if needed <= budget]
-                return self.exact(min(fitting, key=lambda way: self.at(way, kept).seconds), kept)
+                seconds = {way: self.at(way, kept).seconds for way, needed in needs.items() if needed <= budget}
+                quickest = min(seconds, key=seconds.__getitem__)
+                return self.exact(quickest if seconds[quickest] < QUICKER * seconds[first] else first, kept)
             below = ways[-1]
         # What backward holds while it computes much again may be more than what that frees.
         offloaded = ALL if self.ctx.host_memory else 0

@@ -51,7 +51,8 @@ BAD: list[tuple[str, Any, str]] = [
     (
         "disable_passes",
         ["bucket", "schedul"],
-        "takes 'reshard', 'regather', 'arrange', 'plan', 'bucket', 'schedule', 'lower', 'verify', but got 'schedul'",
+        "takes 'reshard', 'regather', 'arrange', 'start_copies', 'plan', 'bucket', 'schedule', 'lower', "
+        "'verify', but got 'schedul'",
     ),
     ("inductor", "max_autotune", "must be a dict of Inductor's options, but got 'max_autotune'"),
     ("inductor", None, "must be a dict of Inductor's options, but got None"),
