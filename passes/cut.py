@@ -233,6 +233,7 @@ class _Cuts:
         found = self._candidates(0, kept)
         left = [again[0] - size for size in itertools.accumulate(each.bytes for each in found.all[: found.hidden])]
         yield [(_Way(0, count), size) for count, size in enumerate(left, 1)]
+        # a byte's two copies, in times to read or write it; a host that computes reads and writes it for each
         copies = 4 if hardware.host_computes else 2 * hardware.copy / hardware.host_copy
         cheap, hidden = self.choices.upto_price(copies), again[0] - min([again[0], *left])
         yield [(_Way(step, HIDDEN), size - hidden) for step, size in enumerate(again[: cheap + 1])][1:]

@@ -36,7 +36,7 @@ from compiled_fsdp.passes.graph import (
     waited_for,
 )
 from compiled_fsdp.passes.memory import Lifetimes, storage_bytes, tensor_bytes
-from compiled_fsdp.passes.model_collectives import ModelLinks, seconds_of_copy
+from compiled_fsdp.passes.model_collectives import ModelLinks, seconds_of_compute
 from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Tasks
 from compiled_fsdp.passes.views import is_view
@@ -115,7 +115,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
     ctx.library_kernels = library_kernels(costs, hardware)
     seconds, slowed = [0.0] * (segments.end + 1), [0.0] * (segments.end + 1)
     for node, segment in segments.of.items():
-        took = costs[node].seconds(hardware) + seconds_of_copy(node, hardware)
+        took = costs[node].seconds(hardware) + seconds_of_compute(node, hardware)
         seconds[segment] += took
         slowed[segment] += took * costs[node].contention(hardware)
     contention = [more / took if took else 0.0 for took, more in zip(seconds, slowed, strict=True)]

@@ -109,9 +109,10 @@ def is_ours(op: Any) -> bool:
 
 def keeps_order(op: Any) -> bool:
     """Whether calls of an op keep their order in a graph: collectives, and ops with effects outside of the graph."""
-    effects = ("accumulate", "add_accumulated", "accumulate_grad", "end_backward", "launch")
-    if op in host_copies.KINDS or op is host_copies.WAIT_COPY:
-        return True
+    effects = (
+        "accumulate", "add_accumulated", "accumulate_grad", "end_backward", "launch", "start_offload", "start_reload",
+        "wait_copy",
+    )  # fmt: skip
     return transport.is_functional(op) or op in [getattr(ops, name).default for name in effects]
 
 

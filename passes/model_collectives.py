@@ -68,16 +68,16 @@ class ModelLinks:
         return ModelCollective(kind, key, max(sizes), max(len(received), 1), at, wait, tuple(sorted({*ours, stream})))
 
     def _copy(self, node: Node, kind: str, at: int, wait: int) -> ModelCollective:
-        """Describe a copy to host memory or back. If the host computes, compute itself copies (``seconds_of_copy``)."""
+        """Describe a copy to host memory or back. If the host computes, its time is compute's (``seconds_of_compute``)."""
         hardware, stream = self._ctx.hardware, self._own[kind]
         rate = _AT_ONCE if hardware.host_computes else hardware.host_copy
         latency = 0.0 if hardware.host_computes else COPY_LATENCY
         self.channels[kind] = CommChannel(latency, 0.0, rate, 1, stream, by_copies=True)
         size = sum(map(tensor_bytes, tensors_in(node.meta["val"])))
-        return ModelCollective(kind, kind, size, 1, at, wait, (stream,), slows_compute=False)
+        return ModelCollective(kind, kind, size, 1, at, wait, (stream,))
 
 
-def seconds_of_copy(node: Node, hardware: Hardware) -> float:
+def seconds_of_compute(node: Node, hardware: Hardware) -> float:
     """Seconds that compute takes for a copy to host memory or back: to read and write it, if the host computes."""
     if not hardware.host_computes or kind_of(node) not in COPIES:
         return 0.0

@@ -26,7 +26,7 @@ from compiled_fsdp.passes.edit import add_call
 from compiled_fsdp.passes.graph import computed_from_parameters, ops, value
 from compiled_fsdp.passes.memory import storage_bytes, tensor_bytes
 from compiled_fsdp.passes.model_collectives import COPY_LATENCY
-from compiled_fsdp.passes.start_copies import Clock, seconds_to_copy
+from compiled_fsdp.passes.start_copies import Clock, seconds_on_link
 from compiled_fsdp.passes.views import memory_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _hidden(
     end, count = 0.0, 0
     back: list[tuple[float, float]] = []  # when a tensor is needed, and how long it takes to copy it
     for node in made:
-        seconds = seconds_to_copy(node, hardware)
+        seconds = seconds_on_link(node, hardware)
         end = max(end, ahead.complete(node)) + seconds
         back.append((behind.start[behind.first_use(taken[node.name])], seconds))
         begin = float("inf")

@@ -97,7 +97,7 @@ def _places_of_offloads(clock: Clock, hardware: Hardware) -> dict[Node, tuple[in
     end = 0.0
     tensor_of = {node: node.all_input_nodes[0] for node in clock.nodes if node.target is OFFLOAD}
     for node, tensor in sorted(tensor_of.items(), key=lambda pair: clock.place[pair[1]]):
-        end = max(end, clock.complete(tensor)) + SLACK * seconds_to_copy(node, hardware)
+        end = max(end, clock.complete(tensor)) + SLACK * seconds_on_link(node, hardware)
         wait = max(bisect.bisect_left(clock.start, end), last[memory_of(tensor)] + 1)
         found[node] = clock.place[tensor] + 1, min(wait, len(clock.nodes) - 1)
     return found
@@ -110,7 +110,7 @@ def _places_of_reloads(clock: Clock, hardware: Hardware) -> dict[Node, tuple[int
     earliest = next(i for i, node in enumerate(clock.nodes) if node.op == "call_function")
     begin = clock.start[-1]
     for node in sorted(first, key=first.__getitem__, reverse=True):
-        begin = min(begin, clock.start[first[node]]) - SLACK * seconds_to_copy(node, hardware)
+        begin = min(begin, clock.start[first[node]]) - SLACK * seconds_on_link(node, hardware)
         at = bisect.bisect_right(clock.start, begin, hi=first[node] + 1) - 1
         found[node] = max(at, earliest), first[node]
     return dict(reversed(found.items()))
@@ -125,7 +125,7 @@ def _last_uses(nodes: Sequence[Node]) -> Mapping[Node, int]:
     return found
 
 
-def seconds_to_copy(node: Node, hardware: Hardware) -> float:
+def seconds_on_link(node: Node, hardware: Hardware) -> float:
     """Seconds on the link to host memory for a tensor; none if the host computes, because compute itself copies."""
     if hardware.host_computes:
         return 0.0

@@ -209,7 +209,7 @@ class _Drawing:
         launched += [
             (timing.issued, timing.start, timing.end)
             for of, timing in zip(tasks.model_collectives, simulation.model_timings, strict=True)
-            if of.slows_compute
+            if not of.is_copy
         ]
         self.busy = [(start, end) for _, start, end in sorted(launched, key=lambda times: times[0])]
         self.compute: list[Task] = []

@@ -81,10 +81,8 @@ class ModelCollective:
     wait: int
     # The streams that it occupies: all streams over its link.
     streams: tuple[int, ...]
-    # Whether compute is slower beside it. A copy to host memory or back takes hardly any of the device's bandwidth.
-    slows_compute: bool = True
 
     @property
     def is_copy(self) -> bool:
-        """Whether it copies to host memory or back."""
+        """Whether it copies to host memory or back. Compute beside a copy is not slower: it takes hardly any bandwidth."""
         return self.kind in COPIES

@@ -218,7 +218,7 @@ class _Clock:
             start = max(self.now, *(self.channel_free.get(stream, 0.0) for stream in streams))
             end = start + self.tasks.model_seconds[i]
             self.channel_free.update(dict.fromkeys(streams, end))
-            if self.tasks.model_collectives[i].slows_compute:
+            if not self.tasks.model_collectives[i].is_copy:
                 self.busy.append((start, end))
             self.model_timings.append([self.now, start, end, 0.0])
         for i in waited:
