@@ -68,7 +68,7 @@ class ModelLinks:
         return ModelCollective(kind, key, max(sizes), max(len(received), 1), at, wait, tuple(sorted({*ours, stream})))
 
     def _copy(self, node: Node, kind: str, at: int, wait: int) -> ModelCollective:
-        """Describe a copy to host memory or back. If the host computes, its time is compute's (``seconds_of_compute``)."""
+        """Describe a copy to host memory or back. If the host computes, ``seconds_of_compute`` has its time."""
         hardware, stream = self._ctx.hardware, self._own[kind]
         rate = _AT_ONCE if hardware.host_computes else hardware.host_copy
         latency = 0.0 if hardware.host_computes else COPY_LATENCY

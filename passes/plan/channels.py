@@ -84,5 +84,5 @@ class ModelCollective:
 
     @property
     def is_copy(self) -> bool:
-        """Whether it copies to host memory or back. Compute beside a copy is not slower: it takes hardly any bandwidth."""
+        """Whether it copies to host memory or back. Compute beside it is not slower: it takes little bandwidth."""
         return self.kind in COPIES
