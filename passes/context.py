@@ -88,6 +88,11 @@ class ForBackward:
     # Seconds of backward's compute for what it computes again because of the budget.
     seconds_again: float
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the budget changes anything."""
+        return self.offloaded > 0 or self.saved != self.saved_without_budget
+
     def __str__(self) -> str:
         """One line for logs and reports."""
         parts = [f"{_size(self.saved)} saved (without a budget {_size(self.saved_without_budget)})"]

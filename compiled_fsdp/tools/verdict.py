@@ -44,12 +44,13 @@ def verdict(number: int, report: GraphReport, layers: int = 1, *, of_batch: bool
         return f"{1e3 * seconds:,.1f}" if numbers.simulated >= 1e-3 else f"{1e3 * seconds:.3g}"
 
     held = ", ".join(f"{name} {size / divisor:,.1f}" for name, size in parts)
+    left = report.for_backward
     lines = (
         f"{head} {milliseconds(numbers.simulated)} = compute {ms(compute)} + exposed {ms(numbers.exposed)} + overhead "
         f"{ms(other)}; bound {milliseconds(numbers.bound)}{above}",
         f"    exposed: {ms(numbers.exposed)} of {ms(on_network)} ms on the network{_because(report)}",
         f"    peak {sum(peak) / divisor:,.1f} {unit}{over}: {held}",
-        *([f"    for backward: {report.for_backward}"] if report.for_backward is not None else []),
+        *([f"    for backward: {left}"] if left is not None and left.is_cut else []),
         *([f"    {report.copies}"] if report.copies is not None else []),
     )
     return [part for line in lines for part in wrapped(line, "    ")]

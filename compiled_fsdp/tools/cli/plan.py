@@ -306,7 +306,7 @@ def _step(setting: Setting, e: Estimate) -> Table:
         "peak on a rank": f"{megabytes(e.peak_bytes)} of {setting.hardware.memory / 1e9:,.0f} GB"
         + (": too much" if e.peak_bytes > setting.hardware.memory else "")
         + ("" if setting.budget is None else f", budget {megabytes(setting.budget)}"),
-        **({} if e.for_backward is None else {"for backward": str(e.for_backward)}),
+        **({"for backward": str(e.for_backward)} if e.for_backward is not None and e.for_backward.is_cut else {}),
         "launches": ", ".join(f"{_launches(graph.timeline.tasks)} in {graph.name}" for graph in e.graphs),
     }
     for name, text in rows.items():
