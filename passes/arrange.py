@@ -2,6 +2,7 @@
 
 - A read that needs no communication becomes the shard itself. Several reads of one shard become one.
 - The gradients of one parameter (reused or tied) are added, and reduced once.
+- Gradients are not cast to their reduction dtype, because packing a bucket does that.
 - Nodes computed from gathered parameters alone (views, casts) move to their first use, because they would otherwise
   pull gathers forward.
 - Nodes computed from reduced gradients move to the end, because they would otherwise pull waits forward.
@@ -36,6 +37,7 @@ from compiled_fsdp.passes.graph import (
     encoders,
     ops,
     set_argument,
+    spec_of,
     value,
 )
 from compiled_fsdp.passes.lower import gather_alone, reduce_alone
@@ -59,6 +61,7 @@ def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
             node.meta.setdefault(IS_SHARD, ())
     gathers = _one_per_shard(_communicating(reads, ctx))
     reduces = _one_per_parameter(gm, _communicating(reductions, ctx))
+    _leave_casts_to_buckets(reduces)
     if ctx.rules.budget is not None:
         _copy_parts(reduces)
     stable_topological_sort(gm.graph)
@@ -157,6 +160,21 @@ def _added(nodes: list[Node]) -> tuple[Node, Node, Node] | None:
                     if len(first.users) == len(second.users) == 1:
                         return user, first, second
     return None
+
+
+def _leave_casts_to_buckets(reductions: list[Node]) -> None:
+    """Remove casts of complete gradients to the reduction dtype; autograd of torch 2.15 makes them."""
+    for node in reductions:
+        grad, reduction = argument(node, "grad"), spec_of(node).reduction
+        dtype = getattr(torch, reduction.dtype)
+        if (
+            grad.target is torch.ops.aten._to_copy.default
+            and grad.kwargs == {"dtype": dtype}
+            and len(grad.users) == 1
+            and value(grad.args[0]).is_floating_point()
+            and not reduction.any_dtype
+        ):
+            replace_by_input(grad)
 
 
 def _copy_parts(reductions: list[Node]) -> None:

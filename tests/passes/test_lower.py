@@ -19,6 +19,7 @@ from tests.passes.graphs import (
     Machine,
     Param,
     backward_of_layers,
+    bucketed,
     context,
     gathers,
     inputs_of,
@@ -344,3 +345,35 @@ def test_groups_are_resolved_by_label():
     ctx.groups = {0: Groups.one("this rank's name of it")}
     gm = lower(one_of_each(params), ctx)
     assert [node.args[-1] for node in [*gathers(gm), *reductions(gm)]] == ["this rank's name of it"] * 2
+
+
+def test_a_bucket_casts_gradients_that_are_complete():
+    """A cast before the only reduction goes. Casts of two gradients that are added stay, because they round the sum."""
+    params = [Param((4,), 0, i, dtype=torch.bfloat16, stored=torch.float32) for i in range(2)]
+
+    def function(shards: Any, slots: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        grads = [(x * i).to(torch.bfloat16) for i in range(1, 4)]
+        once, first, second = (params[p].reduce(grad, slots[p], p) for p, grad in zip((0, 1, 1), grads, strict=True))
+        return [once, first + second]
+
+    gm, inputs = trace(function, params, torch.ones(4)), inputs_of(params, torch.tensor([0.1, 0.7, 1.1, 3.3]))
+    expected = Machine().run(gm, inputs)
+    gm = bucketed(gm, context(params))
+    assert_expected_inline(
+        text(gm),
+        """\
+mul = mul(x0)
+mul_1 = mul(x0)
+_to_copy_1 = _to_copy(mul_1)
+mul_2 = mul(x0)
+_to_copy_2 = _to_copy(mul_2)
+add = add(_to_copy_1, _to_copy_2)
+launch = launch([mul, add], reduce_scatter)
+getitem = getitem(launch)
+wait = wait_tensor(getitem)
+unpack_reduce = unpack_reduce(wait)
+unpack_reduce_1 = unpack_reduce(wait)
+return [unpack_reduce, unpack_reduce_1]""",
+    )
+    for got, want in zip(Machine().run(lower(gm, context(params)), inputs), expected, strict=True):
+        assert torch.equal(got[0], want[0])
