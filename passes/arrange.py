@@ -48,6 +48,8 @@ from compiled_fsdp.passes.views import memory_of, written_by
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
 
+aten = torch.ops.aten
+
 
 def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Leave one gather per shard, at its first use, and one reduction per parameter, after its complete gradient."""
@@ -137,7 +139,7 @@ def _one_per_parameter(gm: GraphModule, reductions: list[Node]) -> list[Node]:
             total, first, second = pair
             with gm.graph.inserting_before(total):
                 grads = [argument(node, "grad") for node in (first, second)]
-                grad = add_call(gm.graph, torch.ops.aten.add.Tensor, *grads)
+                grad = add_call(gm.graph, aten.add.Tensor, *grads)
                 merged = gm.graph.node_copy(first)
                 merged.args = (grad, *first.args[1:])
                 merged.meta["val"] = total.meta["val"]
@@ -152,7 +154,7 @@ def _added(nodes: list[Node]) -> tuple[Node, Node, Node] | None:
     """Find an addition of two of ``nodes`` that have no other users; return the addition and the two."""
     for node in nodes:
         for user in node.users:
-            if user.target is torch.ops.aten.add.Tensor and len(user.args) == 2 and not user.kwargs:
+            if user.target is aten.add.Tensor and len(user.args) == 2 and not user.kwargs:
                 first, second = user.args
                 if first in nodes and second in nodes and first is not second:
                     assert isinstance(first, Node)
@@ -168,7 +170,7 @@ def _leave_casts_to_buckets(reductions: list[Node]) -> None:
         grad, reduction = argument(node, "grad"), spec_of(node).reduction
         dtype = getattr(torch, reduction.dtype)
         if (
-            grad.target is torch.ops.aten._to_copy.default
+            grad.target is aten._to_copy.default
             and grad.kwargs == {"dtype": dtype}
             and len(grad.users) == 1
             and value(grad.args[0]).is_floating_point()
@@ -187,7 +189,7 @@ def _copy_parts(reductions: list[Node]) -> None:
         grad = argument(node, "grad")
         if storage_bytes(memory_of(grad)) > tensor_bytes(value(grad)):
             with node.graph.inserting_after(grad):
-                copied = add_call(node.graph, torch.ops.aten.clone.default, grad)
+                copied = add_call(node.graph, aten.clone.default, grad)
             set_argument(node, "grad", copied)
 
 

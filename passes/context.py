@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.transport import GroupNames
+from compiled_fsdp.passes.alive import HeldByModule
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.cost.compute import LibraryKernel
@@ -68,6 +69,8 @@ class Planned:
     segment_of: Mapping[Node, int] = field(default_factory=dict)
     # The rules that the plan was made under; None if the graph has no collectives.
     rules: PlanRules | None = None
+    # What is alive at the peak besides shards, full parameters and full gradients.
+    held: tuple[HeldByModule, ...] = ()
 
     @property
     def end(self) -> int:

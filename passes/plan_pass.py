@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
+from compiled_fsdp.passes.alive import Alive
 from compiled_fsdp.passes.context import Planned
 from compiled_fsdp.passes.cost.balance import Balance, balance
 from compiled_fsdp.passes.extract import extract
@@ -25,6 +26,7 @@ from compiled_fsdp.passes.plan.convert import PlanDoesNotFit, collective_lines, 
 from compiled_fsdp.passes.plan.search import OverBudget, over_budget
 from compiled_fsdp.passes.plan.simulate import Simulation, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
+from compiled_fsdp.passes.segments import Segments
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -71,7 +73,8 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
             simulation.peak,
         )
     found = _balance(gm, simulation, ctx)
-    ctx.planned = Planned(agreed, tasks, simulation, found, schedule, segment_of, rules)
+    held = Alive(gm, Segments(gm), backward=ctx.phase == "backward").by_module(simulation.peak_segment)
+    ctx.planned = Planned(agreed, tasks, simulation, found, schedule, segment_of, rules, held)
     ctx.changed(
         "plan",
         f"{len(schedule)} launches ({origin}), {1e3 * simulation.seconds:.3f} ms, "

@@ -18,6 +18,7 @@ from compiled_fsdp.base import traffic, watch
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.transport import LAUNCHES
+from compiled_fsdp.passes.alive import HeldByModule
 from compiled_fsdp.passes.context import ForBackward, PassContext
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.cost.balance import Balance
@@ -101,6 +102,7 @@ class _Kept:
     planned: str
     kernels: tuple[LibraryKernel, ...] = ()
     for_backward: ForBackward | None = None
+    held: tuple[HeldByModule, ...] = ()
 
 
 @dataclass
@@ -134,6 +136,7 @@ class GraphReport:
         balance: with dynamic shapes, the size from which on compute can hide communication.
         budget: the memory budget in bytes; None for no limit.
         for_backward: what a forward leaves for its backward; None without a memory budget.
+        held: what is alive at the peak besides shards, full parameters and full gradients, by module.
         cache_key: Inductor's cache key, if Inductor generated the code.
         from_cache: whether an earlier process compiled all of its code.
     """
@@ -159,6 +162,7 @@ class GraphReport:
     balance: Balance | None = None
     budget: float | None = None
     for_backward: ForBackward | None = None
+    held: tuple[HeldByModule, ...] = ()
     cache_key: str | None = None
     from_cache: bool = False
     _planned: bytes = b""
@@ -178,7 +182,7 @@ class GraphReport:
         self.kernels = ctx.library_kernels
         if (planned := ctx.planned) is not None:
             self.plan, self.tasks, self.simulation = planned.plan, planned.tasks, planned.simulation
-            self.balance, self.rules = planned.balance, planned.rules
+            self.balance, self.rules, self.held = planned.balance, planned.rules, planned.held
 
     def to_json(self) -> str:
         """Return as JSON the attributes that a later process cannot know without compiling."""
@@ -198,6 +202,7 @@ class GraphReport:
                 "planned": base64.b64encode(self._planned).decode(),
                 "kernels": [asdict(kernel) for kernel in self.kernels],
                 "for_backward": None if self.for_backward is None else asdict(self.for_backward),
+                "held": [asdict(held) for held in self.held],
             }
         )
 
@@ -214,7 +219,8 @@ class GraphReport:
         self.tasks = None if kept.tasks is None else Tasks.from_json(kept.tasks)
         if self.tasks is not None and kept.schedule is not None:
             self.simulation = simulate(self.tasks, kept.schedule)
-        self.rules, self.balance, self.for_backward = kept.rules, kept.balance, kept.for_backward
+        self.rules, self.balance = kept.rules, kept.balance
+        self.for_backward, self.held = kept.for_backward, kept.held
         names = [read.name for read in self.reads]  # the names in this process's call
         self.collectives = tuple(replace(c, names=tuple(names[i] for i in c.bucket.reads)) for c in kept.collectives)
         self.launches, self.kernels = kept.launches, kept.kernels

@@ -20,7 +20,8 @@ def graph_data(report: GraphReport, name: str) -> dict[str, Any]:
         (planned), ``exposed_s``, ``contention_s`` (compute takes longer beside collectives), ``lower_bound_s``;
         ``peak_bytes``, ``peak_parts_bytes`` (``persistent``, ``unsharded``, ``activations``, ``buckets``),
         ``peak_lower_bound_bytes``, ``budget_bytes`` (None for no limit), ``for_backward`` (what a forward leaves for
-        its backward under a budget, the attributes of ``ForBackward``);
+        its backward under a budget, the attributes of ``ForBackward``), ``held`` (the part ``activations`` of the
+        peak by module, each with the attributes of ``HeldByModule``);
         ``collectives`` in launch order, each with its places in the compiled graph; ``tasks``, the plan in time, as
         ``tools/timeline.py`` describes it. Seconds and bytes are for one call on one rank. A figure that the graph does
         not have is None.
@@ -45,6 +46,7 @@ def graph_data(report: GraphReport, name: str) -> dict[str, Any]:
         "peak_lower_bound_bytes": None if numbers is None else numbers.least_peak,
         "budget_bytes": report.budget,
         "for_backward": None if report.for_backward is None else asdict(report.for_backward),
+        "held": [asdict(held) for held in report.held],
         "collectives": [_collective(collective) for collective in report.collectives],
         "tasks": [] if timeline is None else [_task(task) for task in timeline.tasks],
     }

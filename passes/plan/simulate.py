@@ -76,6 +76,11 @@ class Simulation:
         return max(self.curve)
 
     @property
+    def peak_segment(self) -> int:
+        """The first segment with the most bytes."""
+        return self.curve.index(self.peak)
+
+    @property
     def exposed(self) -> float:
         """Seconds that compute waits for gathers and reductions."""
         return sum(timing.exposed for timing in self.timings)

@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from unittest import mock
 
 import pytest
@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes.plan.simulate import memory_curve, memory_parts
+from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.tools.words import WIDTH, wrapped
 from tests.harness import compiled
 from tests.harness.fake import fake_group
@@ -95,9 +96,28 @@ serial 3.495 ms, bound 1.852, planned 2.755 (gap 48.8%, overlap efficiency 45%),
 contention 0.259 ms, peak 648.4 MB (least 540.5 MB)
 with a rate 30% lower or higher, ms: compute 3.259 or 2.518, link 3.251 or 2.520, latency 2.931 or
 2.669, contention 2.806 or 2.723, copies 2.873 or 2.720, host 2.755 or 2.755
+activations at the peak
+
+  saved   temporary     input   module
+ --------------------------------------------------------------------------------------------------
+ 8.4 MB                         table
+                      16.4 kB   the model itself
 
 """,
     )
+
+
+def test_the_activations_at_the_peak_by_module(explained):
+    """Their sum is the part of the peak; a process that takes its code from the cache knows them, too."""
+    for graph, data in zip(explained.graphs, explained.to_dict()["graphs"], strict=True):
+        assert sum(part.bytes for part in graph.held) == data["peak_parts_bytes"]["activations"]
+        assert data["held"] == [asdict(part) for part in graph.held]
+        again = GraphReport(graph.phase, graph.reads, graph.param_ids, None)
+        again.restore(graph.to_json())
+        assert again.held == graph.held
+    backward = {(part.module, part.kind): part.bytes for part in explained.graphs[1].held}
+    assert {module for module, kind in backward if kind == "saved"} >= {"layers.*.up", "layers.*.down"}
+    assert backward["layers.*.up", "saved"] > 0
 
 
 def test_a_graph_without_collectives():

@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 
 from compiled_fsdp.buckets.layout import TensorSize
 from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.passes.plan.channels import COPIES
 from compiled_fsdp.passes.plan.tasks import (
     COALESCED,
     FLAT,
@@ -207,13 +208,15 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
 
 @st.composite
 def model_collectives(draw, segments: int, streams: Sequence[int]) -> tuple[ModelCollective, ...]:
-    """Up to three of the model's own, over a link of their own or over that of some of ours."""
+    """Up to three: the model's own, over a link of their own or over that of some of ours, and copies to host memory."""
 
     def one(at: int) -> ModelCollective:
         wait = draw(st.one_of(st.just(at), st.integers(at, segments)))
+        if (kind := draw(st.sampled_from(["all_reduce", "all_reduce", *COPIES]))) in COPIES:
+            return ModelCollective(kind, "model", draw(st.integers(1, 12)), 1, at, wait, (10 + COPIES.index(kind),))
         shared = draw(st.sets(st.sampled_from(streams)))
         sizes = draw(st.integers(1, 12)), draw(st.integers(1, 2))
-        return ModelCollective("all_reduce", "model", *sizes, at, wait, (*sorted(shared), 9))
+        return ModelCollective(kind, "model", *sizes, at, wait, (*sorted(shared), 9))
 
     return tuple(map(one, sorted(draw(st.lists(st.integers(0, segments), min_size=1, max_size=3)))))
 

@@ -32,7 +32,8 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
     played = Played()
     streams = {stream for of in tasks.model_collectives for stream in of.streams}
     streams |= {channel.stream for channel in tasks.channels.values()}
-    queues: dict[int, list[list]] = {stream: [] for stream in streams}  # of [place, seconds left, streams]
+    # of [place, seconds left, streams, whether it is a copy to host memory or back]
+    queues: dict[int, list[list]] = {stream: [] for stream in streams}
 
     def running() -> list[list]:
         """The collectives that run: each is the first in all of its queues."""
@@ -50,10 +51,10 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
         """End the collectives that have no seconds left, and start those behind them."""
         done = True
         while done:
-            for place, _, _ in running():
+            for place, *_ in running():
                 played.start.setdefault(place, played.now)
             done = [entry for entry in running() if entry[1] <= 1e-12]
-            for place, _, on in done:
+            for place, _, on, _ in done:
                 played.end[place] = played.now
                 for stream in on:
                     queues[stream].pop(0)
@@ -67,25 +68,28 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
             if isinstance(of, str):
                 collective = tasks.model_collectives[int(of.split()[1])]
                 on, seconds = collective.streams, seconds_of_model(tasks, collective)
+                is_copy = collective.kind in ("offload", "reload")
             else:
                 on = (tasks.channels[tasks.members_of(schedule[of])[0].channel].stream,)
-                seconds = seconds_on_channel(tasks, schedule[of])
-            entry = [of, seconds, on]
+                seconds, is_copy = seconds_on_channel(tasks, schedule[of]), False
+            entry = [of, seconds, on, is_copy]
             for stream in on:
                 queues[stream].append(entry)
         elif step == "wait":
             before = played.now
             while of not in played.end:
-                pass_time(min(left for _, left, _ in running()))
+                pass_time(min(left for _, left, *_ in running()))
                 settle()
             played.exposed[of] = played.now - before
         else:
             left, contention = of
             while left > 1e-12:
-                flying = [left * (1 + tasks.collective_contention) for _, left, _ in running()]
-                rate = 1 / (1 + contention) if flying else 1.0
-                seconds = min([left / rate, *flying])
-                pass_time(seconds, tasks.collective_contention)
+                # copies alone neither slow compute down nor become slower
+                beside = any(not is_copy for *_, is_copy in running())
+                slower = tasks.collective_contention if beside else 0.0
+                rate = 1 / (1 + contention) if beside else 1.0
+                seconds = min([left / rate, *(flying * (1 + slower) for _, flying, *_ in running())])
+                pass_time(seconds, slower)
                 left -= seconds * rate
                 settle()
     played.now = max(played.now, tasks.host_seconds + sum(tasks.host_launch_seconds for _ in schedule))
