@@ -134,6 +134,18 @@ def _compiled_fsdp(setting: Setting) -> Training:
     return setting.training(model, torch.compile(model, backend="compiled_fsdp"))
 
 
+def _budget(share: float, setting: Setting) -> Training:
+    """Train within a share of the peak that is planned for "compiled_fsdp", which must be there.
+
+    Without optimizer state, because SGD has none. With AdamW's it would be half of what float32 parameters hold.
+    """
+    free = [graph for graph in COMPILE_LOG.graphs if graph.budget is None]
+    peak = max(graph.numbers.peak - graph.tasks.persistent // 2 for graph in free if graph.numbers and graph.tasks)
+    options = {"memory_budget": round(share * peak), "optimizer_bytes_per_element": 0, "offload_activations": True}
+    model = setting.sharded(fully_shard)
+    return setting.training(model, torch.compile(model, backend="compiled_fsdp", options=options))
+
+
 def _wire(policy: WirePolicy, setting: Setting) -> Training:
     model = setting.sharded(fully_shard, wire_policy=policy)
     return setting.training(model, torch.compile(model, backend="compiled_fsdp"))
@@ -280,9 +292,14 @@ def _floor_wire_fsdp2(setting: Setting) -> wire.Wire:
     return wire.of_fsdp2(units)
 
 
-# in the order of their setup, because `floor_wire` reads the graphs that were compiled for "compiled_fsdp"
+# in the order of their setup, because `floor_wire` and `budget_100` read the graphs that were compiled for
+# "compiled_fsdp"
 SYSTEMS = {
     "compiled_fsdp": System(_compiled_fsdp),
+    "budget_100": System(partial(_budget, 1.0)),
+    "budget_80": System(partial(_budget, 0.8)),
+    "budget_60": System(partial(_budget, 0.6)),
+    "budget_45": System(partial(_budget, 0.45)),
     "fsdp2": System(_fsdp2, compiles=False),
     "fsdp2_compiled": System(_fsdp2_compiled),
     "ddp": System(_ddp, sharded=False, reshard=False, compiles=False),

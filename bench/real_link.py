@@ -22,6 +22,8 @@ With ``--accumulate`` a step has four microbatches of the whole batch size each.
 in every microbatch. "accumulate_wait" reduces in the last one only, and keeps parameters unsharded up to it. FSDP2 and
 compiled_fsdp get the same calls.
 
+With ``--budgets`` the systems have memory budgets: "budget_60" has 60 % of the planned peak of compiled_fsdp.
+
 With ``--wire`` the systems differ in the codecs of gathers and reductions (for example "wire_int8" has
 ``WirePolicy("int8", "int8")``). Beside them run the exact systems, mixed precision in bfloat16 ("bf16", "fsdp2_bf16"),
 and torchao's float8 training, which gathers weights in float8 ("float8", "fsdp2_float8").
@@ -47,7 +49,19 @@ from statistics import median
 from typing import Any
 
 from bench import link
-from bench.link_cases import ACCUMULATING, BROKEN, CASES, COMPARED_TO, LAYOUTS, NAMES, OF_ONE_GROUP, WHOLE, WIRE, Case
+from bench.link_cases import (
+    ACCUMULATING,
+    BROKEN,
+    BUDGETS,
+    CASES,
+    COMPARED_TO,
+    LAYOUTS,
+    NAMES,
+    OF_ONE_GROUP,
+    WHOLE,
+    WIRE,
+    Case,
+)
 from bench.medians import interval_of_median, median_and_interval
 
 ROOT = Path(__file__).parent.parent
@@ -168,6 +182,8 @@ def summary(
             "compile_s": max(0.0, record["first_step_s"] - step) if systems[name].compiles else None,
             "loss": record["loss"] if systems[name].trains else None,
             "predicted_s": record.get("predicted_s"),
+            "budget_bytes": record.get("budget_bytes"),
+            "for_backward": record.get("for_backward"),
         }
         for other, (ratio, interval) in COMPARISONS.items():
             if other in records:
@@ -209,6 +225,8 @@ def check(case: Case, rows: list[dict[str, Any]]) -> None:
                 f"the planner predicted {predicted:.3f} s for a step of {name}: measured / predicted is "
                 f"{row['step_s'] / predicted:.3f}"
             )
+        if (budget := row["budget_bytes"]) is not None:
+            print(f"  within {budget / 1e6:.0f} MB, {row['peak_bytes'] / 1e6:.0f} used: {row['for_backward']}")
     for name in BROKEN:
         if name in by_name and WHOLE in by_name:
             row = by_name[name]
@@ -268,11 +286,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--accumulate", action="store_true", help=f"compare {', '.join(ACCUMULATING)}, communication-bound"
     )
+    parser.add_argument("--budgets", action="store_true", help=f"compare {', '.join((WHOLE, *BUDGETS))}")
     parser.add_argument("--wire", action="store_true", help=f"compare {', '.join(WIRE)}, communication-bound")
     options = parser.parse_args(arguments)
     # with --quick no systems with graph breaks, because they would need more than its 15 minutes
     usual = [name for name in NAMES if not (options.quick and name in BROKEN)]
     chosen = ACCUMULATING if options.accumulate else WIRE if options.wire else None
+    chosen = (WHOLE, *BUDGETS) if options.budgets else chosen
     known = chosen or NAMES
     if not LAYOUTS[options.layout].is_one_group:
         if several := set(options.systems or ()) & set(OF_ONE_GROUP):

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.link import sent_bytes
-from bench.link_cases import LAYOUTS
+from bench.link_cases import BUDGETS, LAYOUTS
 from bench.link_models import MODELS
 from bench.link_systems import SYSTEMS, Running, Setting, Training
 from bench.memory import alive, traced
@@ -33,6 +33,7 @@ class Record:
     """The measurements of one system: seconds and bytes. Lists have one entry per round.
 
     ``loss`` is the last step's. ``predicted_s`` is the planner's prediction for a step, if compiled_fsdp planned it.
+    ``budget_bytes`` is its memory budget, and ``for_backward`` says what forward leaves under it.
     """
 
     first_step_s: float = 0.0
@@ -40,6 +41,8 @@ class Record:
     peak_bytes: int = 0
     loss: float = float("nan")
     predicted_s: float | None = None
+    budget_bytes: float | None = None
+    for_backward: str = ""
     step_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     forward_s: list[float] = field(default_factory=list)
@@ -90,6 +93,9 @@ def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
     record.first_step_s = timed_step(system).seconds
     record.base_bytes = kept + alive() - before
     record.predicted_s = predicted(system)
+    if name in BUDGETS and isinstance(system, Training):
+        forward = explain(system.model).graphs[0]
+        record.budget_bytes, record.for_backward = forward.budget, str(forward.for_backward)
     say(f"  {name}: first step {record.first_step_s:.1f} s")
     return system, record
 

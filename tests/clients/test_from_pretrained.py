@@ -15,6 +15,7 @@ from tests.harness import distributed
 from tests.harness.reference import assert_equal
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="transformers wants it under a device's context")
 pytestmark = pytest.mark.more
 
 RECIPE = recipe("transformers: from_pretrained")

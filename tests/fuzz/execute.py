@@ -7,6 +7,7 @@ import functools
 import gc
 import linecache
 import logging
+import re
 import sys
 import types
 import warnings
@@ -18,6 +19,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from tests.fuzz.source import COMPILED, IMPORTS, TRAIN
 
 Notes = dict[str, "torch.Tensor | None"]
@@ -73,13 +75,24 @@ def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -
         torch._dynamo.config.patch(recompile_limit=64),
         # with donated buffers torch's backends refuse a second backward, and then there are no values to compare
         torch._functorch.config.patch(donated_buffer=way not in ("torch", "partitioned")),
+        torch._inductor.config.patch(fallback_random=True),  # the same dropouts as in eager code
     ):
         warnings.simplefilter("ignore")
         vars(module)["train"](way, note)
+    if way == "ours":
+        _check_budget(text)
     notes = {name: _full(value) for name, value in sorted(noted.items())}
     if way == "ours":
         _compiled[model] = module
     return notes
+
+
+def _check_budget(text: str) -> None:
+    """Raise AssertionError if a plan holds more than the memory budget that the text gives."""
+    given = re.search(r'"memory_budget": ([\d_]+)[,}]', text)
+    peaks = [graph.numbers.peak for graph in COMPILE_LOG.graphs if graph.numbers is not None]
+    if given is not None and max(peaks, default=0) > int(given[1]):
+        raise AssertionError(f"a plan holds {max(peaks):,} bytes, but the memory budget is {given[1]}")
 
 
 def _execute(text: str, module: types.ModuleType) -> None:

@@ -73,6 +73,7 @@ KINDS = {
         "self.q, self.v = nn.Linear(8, {h}), nn.Linear(8, 8)",
         "scores = self.q(x) @ self.q(x).transpose(1, 2)\nreturn x + scores.softmax(-1) @ self.v(x)",
     ),
+    "dropout": Kind(TWO, "return x + self.b(F.dropout(torch.tanh(self.a(x)), 0.25, self.training))"),
     "encoder": Kind(
         "self.inner = nn.TransformerEncoderLayer(8, 2, {h}, dropout=0.0, batch_first=True)",
         "return self.inner(x)",

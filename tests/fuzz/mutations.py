@@ -11,10 +11,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from compiled_fsdp.buckets import collectives, transport
+from compiled_fsdp.buckets import collectives, host_copies, transport
 from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compiler import compilation
+from compiled_fsdp.passes import recompute
 from compiled_fsdp.runtime import prefetcher, reducer
 from compiled_fsdp.state.unit import Unit
 from tests.fuzz import execute
@@ -106,6 +107,63 @@ def _reduces_in_bfloat16() -> AbstractContextManager[Any]:
     return mock.patch.object(collectives, "pack_grads", rounded)
 
 
+def _reloads_late() -> AbstractContextManager[Any]:
+    """A copy of an activation back to the device is done only when the next one starts."""
+    start = host_copies._start
+    late: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def start_late(copy: torch.Tensor, source: torch.Tensor, device: torch.device, kind: str) -> torch.Tensor:
+        if kind != "reload":
+            return start(copy, source, device, kind)
+        for earlier, its_source in late:
+            earlier.copy_(its_source)
+        late[:] = [(copy.zero_(), source)]
+        return copy
+
+    return mock.patch.object(host_copies, "_start", start_late)
+
+
+def _shares_host_memory() -> AbstractContextManager[Any]:
+    """Activations of equal shape have the same host memory, which is written again while it is needed."""
+    allocate = host_copies._host_memory
+    known: dict[Any, torch.Tensor] = {}
+
+    def shared(like: torch.Tensor) -> torch.Tensor:
+        return known.setdefault((like.shape, like.stride(), like.dtype), allocate(like))
+
+    return mock.patch.object(host_copies, "_host_memory", shared)
+
+
+def _draws_again() -> AbstractContextManager[Any]:
+    """Under a memory budget, backward draws a dropout's mask again."""
+    return mock.patch.object(recompute, "draws_numbers", return_value=False)
+
+
+def _exceeds_the_budget() -> AbstractContextManager[Any]:
+    """Plans may hold a bucket more than the memory budget."""
+    budget = compilation.budget_in_bytes
+
+    def more(*given: Any) -> float | None:
+        found = budget(*given)
+        return None if found is None else found + 1000
+
+    return mock.patch.object(compilation, "budget_in_bytes", more)
+
+
+def _chooses_by_rank() -> AbstractContextManager[Any]:
+    """Under a memory budget, odd ranks compute everything again, although the ranks agreed on something else."""
+    cut = compilation.cut
+
+    def by_rank(joint: Any, ctx: Any, *, agree: Callable[[str, Any], Any], **named: Any) -> Any:
+        def agree_by_rank(topic: str, propose: Callable[[], Any]) -> Any:
+            found = agree(topic, propose)
+            return (10**6, 0) if "computed again" in topic and dist.get_rank() % 2 else found
+
+        return cut(joint, ctx, agree=agree_by_rank, **named)
+
+    return mock.patch.object(compilation, "cut", by_rank)
+
+
 MUTATIONS: dict[str, Mutation] = {
     "a wrong divisor": _sums,
     "a lost hook": _loses_hooks,
@@ -117,6 +175,11 @@ MUTATIONS: dict[str, Mutation] = {
     "a budget ignored": _ignores_the_budget,
     "a wrong variant taken": _keeps_the_first_variant,
     "a reduced dtype": _reduces_in_bfloat16,
+    "a late reload": _reloads_late,
+    "shared host memory": _shares_host_memory,
+    "a mask drawn again": _draws_again,
+    "a budget exceeded": _exceeds_the_budget,
+    "a choice by rank": _chooses_by_rank,
 }
 
 

@@ -208,7 +208,7 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
 
 @st.composite
 def model_collectives(draw, segments: int, streams: Sequence[int]) -> tuple[ModelCollective, ...]:
-    """Up to three: the model's own, over a link of their own or over that of some of ours, and copies to host memory."""
+    """Up to three: the model's own, over a link of their own or that of some of ours, and copies to host memory."""
 
     def one(at: int) -> ModelCollective:
         wait = draw(st.one_of(st.just(at), st.integers(at, segments)))
