@@ -90,6 +90,9 @@ class ForBackward:
     offloaded_bytes: int
     # Seconds of backward's compute for what it computes again because of the budget.
     seconds_again: float
+    # A bound: whatever is saved, copied or computed again within the budget, both graphs take so many seconds at least.
+    # None if torch's partitioner alone keeps the budget.
+    bound: float | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -103,6 +106,8 @@ class ForBackward:
             parts.append(f"{_size(self.offloaded_bytes)} in host memory ({self.offloaded} tensors)")
         if self.seconds_again > 0:
             parts.append(f"{1e3 * self.seconds_again:,.1f} ms to compute the rest again")
+        if self.bound is not None:
+            parts.append(f"any choice within the budget takes {1e3 * self.bound:,.1f} ms at least")
         return ", ".join(parts)
 
 

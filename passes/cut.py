@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -262,7 +263,20 @@ class _Cuts:
         alone, again = (sum(tasks.seconds_before[-1] for tasks in one.tasks) for one in cuts)
         before, after = (sum(one.saved.values()) for one in cuts)
         offloaded = cuts[1].offloaded
-        return ForBackward(after, before, len(offloaded), sum(each.bytes for each in offloaded), again - alone)
+        copied = sum(each.bytes for each in offloaded)
+        bound = None if way == _Way() else self._bound(cuts[1].tasks[0].persistent)
+        return ForBackward(after, before, len(offloaded), copied, again - alone, bound)
+
+    def _bound(self, persistent: int) -> float:
+        """Seconds that both graphs take at least, whatever is saved, copied or computed again within the budget."""
+        hardware, by_link = self.ctx.hardware, bool(self.ctx.host_memory) and not self.ctx.hardware.host_computes
+        assert self.ctx.rules.budget is not None
+        return self.choices.least_seconds(
+            self.ctx.rules.budget - persistent,
+            copied=hardware.host_copy if by_link else 0.0,
+            # a host that computes can read and write each byte twice instead
+            highest_price=4 / hardware.copy if self.ctx.host_memory and hardware.host_computes else math.inf,
+        )
 
 
 def _first_that_fits(ways: Sequence[tuple[_Way, int]], need: Callable[[_Way], int], budget: float, tries: int) -> _Way:

@@ -21,7 +21,6 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import networkx as nx  # type: ignore[import-untyped]
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -31,6 +30,7 @@ from compiled_fsdp.passes.cost.compute import Cost, node_costs
 from compiled_fsdp.passes.cost.fusion import computes, is_library, is_pointwise, users_of
 from compiled_fsdp.passes.graph import computed_from_parameters, draws_numbers, is_getitem, ops
 from compiled_fsdp.passes.memory import storage_bytes
+from compiled_fsdp.passes.min_cut import Item, cheapest
 from compiled_fsdp.passes.views import is_view, memory_of, written_by
 
 if TYPE_CHECKING:
@@ -40,27 +40,8 @@ PRICES = tuple(2.0**power for power in range(-2, 14))
 """Prices of a saved byte, as multiples of the time that it takes to read or write it."""
 NEGLIGIBLE = 8
 """A result does not count as one that passes between groups if another one there is so many times as large."""
-_NEVER = 1e6
-"""Seconds that no choice saves: for what must not be computed again, or saved."""
-_UNIT = 2**60
 _AGAIN, _SAVED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 _POLICIES = {CheckpointPolicy.PREFER_RECOMPUTE: _AGAIN, CheckpointPolicy.PREFER_SAVE: _SAVED}
-
-
-@dataclass(frozen=True)
-class _Item:
-    """A result of forward, as the cut sees it."""
-
-    # The items of the same group that it is computed from.
-    reads: tuple[int, ...]
-    # Its bytes; None if it cannot be saved: a view, or several tensors.
-    bytes: int | None
-    # Seconds to compute it again; None if that is not allowed.
-    seconds: float | None
-    # Whether backward or a later group reads it.
-    needed: bool
-    # Whether the user's checkpoint computes it again.
-    is_again: bool
 
 
 @dataclass(frozen=True)
@@ -96,7 +77,8 @@ class Choices:
     def __init__(self, joint: GraphModule, ctx: PassContext) -> None:
         self._segments = _Segments(joint, ctx)
         self._count = len(self._segments.items)
-        self._levels = tuple(self._levels_at_all_prices(1 / ctx.hardware.copy))
+        self._per_byte = 1 / ctx.hardware.copy
+        self._levels = tuple(self._levels_at_all_prices(self._per_byte))
 
     def __len__(self) -> int:
         return 1 + self._count * len(self._levels)
@@ -136,6 +118,24 @@ class Choices:
         unmarked = sum(size for name, size in saved.items() if (at := places[name]) is None or levels[at] is None)
         marked = sum(level.saved[segment] for segment, level in enumerate(levels) if level is not None)
         return unmarked + marked + self.held(step)
+
+    def least_seconds(self, room: float, *, copied: float, highest_price: float) -> float:
+        """A bound: with any choice, forward and backward take at least so many seconds.
+
+        Each saved byte gets a price, and the room is worth its bytes times this price. Whatever the price, the cheapest
+        cut less the worth of the room is a bound, which is the Lagrangian relaxation of the choice. See Fisher, "The
+        Lagrangian Relaxation Method for Solving Integer Programming Problems", Management Science 27, 1981.
+
+        Args:
+            room: the bytes for what forward saves.
+            copied: the bytes that can be copied to host memory in each second, which need no room.
+            highest_price: seconds in which a byte can be freed in another way.
+        """
+        prices = [price for price in (0.0, *(price * self._per_byte for price in PRICES)) if price <= highest_price]
+        compute = self._segments.library_seconds
+        return max(
+            (compute + self._segments.least_cost(price) - price * room) / (1 + price * copied) for price in prices
+        )
 
     def _levels_of(self, step: int) -> list[_Level | None]:
         """The level of each segment; None for one without marks."""
@@ -212,7 +212,7 @@ class _Segments:
         for first in (*range(0, end, stride), end):
             nodes = list(itertools.chain(*self.items[first : min(first + stride, end) if first < end else None]))
             items = self._problem(nodes)
-            again, kept = _cheapest(items, (price if first < end else price_at_end) * per_byte, per_byte)
+            again, kept = cheapest(items, (price if first < end else price_at_end) * per_byte, per_byte)
             for i in again | kept:
                 policies[self._place[nodes[i].name]][nodes[i].name] = _AGAIN if i in again else _SAVED
             for i in kept:
@@ -221,7 +221,7 @@ class _Segments:
             seconds += sum(items[i].seconds or 0.0 for i in again)
         return _Level(stride, price, tuple(policies), tuple(saved), held, seconds)
 
-    def _problem(self, nodes: Sequence[Node]) -> tuple[_Item, ...]:
+    def _problem(self, nodes: Sequence[Node]) -> tuple[Item, ...]:
         number = {node: i for i, node in enumerate(nodes)}
         last = nodes[-1] if nodes[-1].name in self._ends else None
 
@@ -229,7 +229,7 @@ class _Segments:
             return user in number or user.op == "output" or _is_size(user)
 
         return tuple(
-            _Item(
+            Item(
                 tuple(number[source] for source in node.all_input_nodes if source in number),
                 _bytes_to_save(node),
                 None if node is last else self._seconds(node),
@@ -239,14 +239,51 @@ class _Segments:
             for node in nodes
         )
 
+    @functools.cached_property
+    def library_seconds(self) -> float:
+        """Seconds of the library kernels of the joint graph, each of which runs once at least."""
+        return float(sum(self._library_seconds(node) for node in self._costs))
+
+    def least_cost(self, price: float) -> float:
+        """The least that all segments cost at ``price`` seconds for each saved byte, whatever else is saved."""
+        total = 0.0
+        for items in self._relaxed:
+            again, saved = cheapest(items, price, 0.0)
+            total += sum(items[i].seconds or 0.0 for i in again) + price * sum(items[i].bytes or 0 for i in saved)
+        return total
+
+    @functools.cached_property
+    def _relaxed(self) -> list[tuple[Item, ...]]:
+        """Each segment as if it had the results of others for nothing, and only library kernels took time."""
+        return [self._relax(nodes) for nodes in self.items]
+
+    def _relax(self, nodes: Sequence[Node]) -> tuple[Item, ...]:
+        number = {node: i for i, node in enumerate(nodes)}
+
+        def is_forward(user: Node) -> bool:
+            return user.name in self._place or user.op == "output" or _is_size(user)
+
+        return tuple(
+            Item(
+                tuple(number[source] for source in node.all_input_nodes if source in number),
+                _bytes_to_save(node, views=True),
+                # what the user's checkpoint computes again may not even be needed
+                None if _must_be_saved(node) else self._library_seconds(node) * (_policy(node) is not _AGAIN),
+                not all(map(is_forward, node.users)),
+                _policy(node) is _AGAIN,
+            )
+            for node in nodes
+        )
+
+    def _library_seconds(self, node: Node) -> float:
+        return float(self._costs[node].seconds(self._ctx.hardware)) if is_library(node) else 0.0
+
     def _seconds(self, node: Node) -> float | None:
         """Seconds to compute a node again; None if it must not be."""
-        if _policy(node) is _SAVED or draws_numbers(node) or written_by(node):
+        if _must_be_saved(node):
             return None
         if is_view(node) or is_getitem(node):
             return 0.0
-        if not computes(node) or getattr(node.target, "namespace", "") not in ("aten", "prims"):
-            return None
         alone = [source for source in node.all_input_nodes if source in self._of_forward_alone]
         if sum(map(storage_bytes, alone)) > storage_bytes(node):
             return None  # backward would gather the parameter for this alone, or hold it until then
@@ -318,39 +355,17 @@ def _waists(nodes: Sequence[Node], from_parameters: Container[Node]) -> Iterator
             waist = node
 
 
-@functools.lru_cache(maxsize=1024)
-def _cheapest(items: tuple[_Item, ...], price: float, per_byte: float) -> tuple[frozenset[int], frozenset[int]]:
-    """The items to compute again, and those to save, at ``price`` seconds for each byte.
-
-    Args:
-        per_byte: the seconds to read or write a byte.
-    """
-    graph = nx.DiGraph()
-    graph.add_nodes_from(["forward", "backward"])
-
-    def edge(source: Any, target: Any, seconds: float) -> None:
-        # whole numbers, so that the cut is the same on all ranks; one without a capacity is never cut
-        graph.add_edge(source, target, **({} if seconds == math.inf else {"capacity": round(seconds * _UNIT)}))
-
-    for i, item in enumerate(items):
-        made, there = (i, 0), (i, 1)
-        edge(made, there, math.inf if item.bytes is None else item.bytes * (price + 2 * per_byte))
-        if item.is_again:
-            edge(made, "backward", _NEVER)
-        elif item.seconds != 0:
-            edge("forward", made, _NEVER if item.seconds is None else item.seconds)
-        if item.needed:
-            edge(there, "backward", math.inf)
-        for source in item.reads:
-            edge((source, 1), made, math.inf)
-    _, (before, after) = nx.minimum_cut(graph, "forward", "backward")
-    again = frozenset(i for i in range(len(items)) if (i, 0) in after)
-    return again, frozenset(i for i in range(len(items)) if (i, 0) in before and (i, 1) in after)
+def _must_be_saved(node: Node) -> bool:
+    if _policy(node) is _SAVED or draws_numbers(node) or written_by(node):
+        return True
+    if is_view(node) or is_getitem(node):
+        return False
+    return not computes(node) or getattr(node.target, "namespace", "") not in ("aten", "prims")
 
 
-def _bytes_to_save(node: Node) -> int | None:
-    """The bytes that saving a result takes; None for views and tuples, which are not saved as such."""
-    if is_view(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+def _bytes_to_save(node: Node, *, views: bool = False) -> int | None:
+    """The bytes that saving a result takes; None for tuples, and for views, which are not saved unless ``views``."""
+    if not isinstance(node.meta.get("val"), torch.Tensor) or (is_view(node) and not views):
         return None
     is_output = any(user.op == "output" for user in node.users)  # the caller holds it anyway
     return 0 if is_output else storage_bytes(node)

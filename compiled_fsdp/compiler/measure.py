@@ -41,7 +41,7 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-_VERSION = 10  # of the method of measuring; a part of the cache's key
+_VERSION = 11  # of the method of measuring; a part of the cache's key
 _REPEATS = 3  # repeats of a measurement; the median counts
 _ROUNDS = 12  # the fewest comparisons of compute with and without collectives; the middle half counts
 _UNSURE = 0.015  # there are more comparisons until the slowdown is known this well (its standard error)
@@ -53,6 +53,7 @@ _MOST_QUEUED = 128
 _BURST = 2**24
 _SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))  # bytes of a collective
 _LONG_ENOUGH = 0.02  # matrices stop growing if their products take so many seconds
+_STEADY = 1.0  # seconds for which products are repeated, because the speed of a shared CPU changes within tenths of one
 _BESIDE = 8  # about so many gathers are in flight beside compute
 _MOST_BESIDE = 64  # the most gathers in flight beside compute, because each has memory of its own
 _MOST_CONTENTION = 4.0  # a larger value is a failed measurement
@@ -290,7 +291,8 @@ class _Stopwatch:
             seconds = self.seconds(partial(_linear_layer, x, w))
             if seconds > _LONG_ENOUGH:
                 break
-        return 3 * 2 * n**3 / seconds
+        repeats = max(_REPEATS, math.ceil(_STEADY / seconds))
+        return 3 * 2 * n**3 / self.seconds(partial(_linear_layer, x, w), repeats)
 
     def _copy(self) -> float:
         """Return bytes per second, read and written, of a copy into fresh memory."""

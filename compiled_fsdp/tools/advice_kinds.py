@@ -72,8 +72,15 @@ def _saved_in_all(
     change: Callable[[Tasks], Tasks] = lambda tasks: tasks,
     rules: Callable[[PlanRules], PlanRules] = lambda rules: rules,
 ) -> float:
-    """Return the seconds by which a call would be faster if all of its graphs were planned with the change."""
-    return sum(step.layers * _saved(step, step.replanned(change, rules)) for step in call.steps)
+    """Return the seconds by which a call would be faster if all of its graphs were planned with the change.
+
+    Minus infinity if there is no plan. Without the change fragments are planned once more, as in ``Step.seconds``.
+    """
+    before = [(step.replanned() if step.is_fragment else None) or step.graphs for step in call.steps]
+    after = [planned for step in call.steps if (planned := step.replanned(change, rules)) is not None]
+    if len(after) < len(before):
+        return float("-inf")
+    return call.seconds_with(before) - call.seconds_with(after)
 
 
 def _equal_layers(step: Step) -> str:
@@ -267,7 +274,7 @@ def batch(calls: Sequence[ModelCall]) -> Iterator[Advice]:
 
 
 def _larger_batch(call: ModelCall) -> Advice | None:
-    if call.exposed <= HIDDEN * call.seconds:
+    if call.exposed_in_graphs <= HIDDEN * call.seconds:
         return None
     known = call.batch is not None
     now = call.batch or 1

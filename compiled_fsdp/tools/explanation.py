@@ -315,7 +315,7 @@ def _sum_line(call: ModelCall) -> str:
         f"{milliseconds(call.exposed)} of it exposed"
     )
     if call.bound is None:
-        return f"{text}; what is in flight across graph breaks counts as overlapped"
+        return f"{text}; what is in flight across a graph break counts as overlapped"
     return f"{text}; no plan beats the bound, {milliseconds(call.bound)}"
 
 

@@ -12,6 +12,7 @@ from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
 from compiled_fsdp.reporting.report import GraphReport
+from compiled_fsdp.tools.sequence import simulate_in_sequence
 from compiled_fsdp.tools.what_if import edges_of, replan, seconds_between_graphs
 
 DEVICE_SHARE = 0.9
@@ -148,7 +149,14 @@ class ModelCall:
     @property
     def seconds(self) -> float:
         """Planned seconds; each graph counts as often as layers run it."""
-        return self._sum(lambda graph: graph.seconds)
+        return self.seconds_with([step.graphs for step in self.steps])
+
+    def seconds_with(self, planned: Sequence[Sequence[PlannedGraph]]) -> float:
+        """Seconds of the call if the graphs of each step were planned like this."""
+        if self.is_broken:
+            return self._in_sequence(planned).seconds
+        pairs = zip(self.steps, planned, strict=True)
+        return sum(step.layers * graph.seconds for step, graphs in pairs for graph in graphs)
 
     @property
     def is_broken(self) -> bool:
@@ -168,7 +176,21 @@ class ModelCall:
     @property
     def exposed(self) -> float:
         """Seconds that compute waits for compiled_fsdp's collectives."""
-        return self._sum(lambda graph: graph.exposed)
+        if self.is_broken:
+            return self._in_sequence([step.graphs for step in self.steps]).exposed
+        return self.exposed_in_graphs
+
+    @property
+    def exposed_in_graphs(self) -> float:
+        """The same, if graphs like it run beside each graph and hide what crosses its edges."""
+        return sum(step.layers * graph.exposed for step in self.steps for graph in step.graphs)
+
+    def _in_sequence(self, planned: Sequence[Sequence[PlannedGraph]]) -> Simulation:
+        """Simulate the graphs of a broken call in order, as if each layer had tasks of its own."""
+        by_layer = [graphs for step, graphs in zip(self.steps, planned, strict=True) for _ in range(step.layers)]
+        forwards = [graphs[0] for graphs in by_layer]
+        backwards = [graph for graphs in reversed(by_layer) for graph in graphs[1:]]
+        return simulate_in_sequence([(of.tasks, of.simulation, of.crossing) for of in (*forwards, *backwards)])
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -179,9 +201,6 @@ class ModelCall:
     def batch(self) -> int | None:
         """The batch that its first graph was compiled for, if it is known."""
         return self.steps[0].graphs[0].report.batch
-
-    def _sum(self, of: Callable[[PlannedGraph], float]) -> float:
-        return sum(step.layers * of(graph) for step in self.steps for graph in step.graphs)
 
 
 def steps_of(

@@ -57,6 +57,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ranks-differ", type=float, default=0.1, help="the share of models with a rank that runs other code at times"
     )
+    parser.add_argument("--budgets", type=float, default=0.2, help="the share of models with a small memory budget")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no program after so many")
     parser.add_argument(
         "--out", type=Path, default=Path("build/fuzz"), help="folder for findings, and a line per program"
@@ -102,7 +103,7 @@ def _programs(arguments: argparse.Namespace, modes: tuple[str, ...]) -> Iterator
     """Yield the programs of the seeds from the first one on, without end."""
     by_inductor = 0
     for seed in itertools.count(arguments.seed):
-        program = generate(seed, modes, arguments.scripts, arguments.ranks_differ)
+        program = generate(seed, modes, arguments.scripts, arguments.ranks_differ, arguments.budgets)
         by_inductor += program.mode == "inductor"
         model = -(-by_inductor // arguments.scripts)
         if program.mode != "inductor" or model % arguments.inductor_one_in == 0:
@@ -150,7 +151,7 @@ def _mutations(pool: Pool, arguments: argparse.Namespace) -> int:
 def _first_finding(pool: Pool, mutation: str, arguments: argparse.Namespace) -> tuple[int, Verdict] | None:
     """Return the number and the verdict of the first program that finds a mutation, and is right without it."""
     for number in range(MOST_PROGRAMS):
-        program = generate(arguments.seed + number, _modes(arguments, QUICK))
+        program = generate(arguments.seed + number, _modes(arguments, QUICK), budgets=arguments.budgets)
         verdict = Judge(pool, mutation).verdict(program)
         if verdict.is_finding and not Judge(pool).verdict(program).is_finding:
             return number + 1, verdict

@@ -7,7 +7,6 @@ import functools
 import gc
 import linecache
 import logging
-import re
 import sys
 import types
 import warnings
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from tests.fuzz.source import COMPILED, IMPORTS, TRAIN
+from tests.harness.budgets import GIVEN
 
 Notes = dict[str, "torch.Tensor | None"]
 
@@ -62,6 +62,7 @@ def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -
         _execute(model, module)
     sys.modules[module.__name__] = module  # Dynamo looks for globals there
     noted: dict[str, Any] = {}
+    GIVEN.clear()
 
     def note(name: str, tensor: Any) -> None:
         """Keep a value. Full tensors are made at the end, because a collective here would change the program."""
@@ -80,19 +81,18 @@ def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -
         warnings.simplefilter("ignore")
         vars(module)["train"](way, note)
     if way == "ours":
-        _check_budget(text)
+        _check_budget()
     notes = {name: _full(value) for name, value in sorted(noted.items())}
     if way == "ours":
         _compiled[model] = module
     return notes
 
 
-def _check_budget(text: str) -> None:
-    """Raise AssertionError if a plan holds more than the memory budget that the text gives."""
-    given = re.search(r'"memory_budget": ([\d_]+)[,}]', text)
+def _check_budget() -> None:
+    """Raise AssertionError if a plan holds more than the last memory budget that `tight_for` gave."""
     peaks = [graph.numbers.peak for graph in COMPILE_LOG.graphs if graph.numbers is not None]
-    if given is not None and max(peaks, default=0) > int(given[1]):
-        raise AssertionError(f"a plan holds {max(peaks):,} bytes, but the memory budget is {given[1]}")
+    if GIVEN and max(peaks, default=0) > GIVEN[-1]:
+        raise AssertionError(f"a plan holds {max(peaks):,} bytes, but the memory budget is {GIVEN[-1]:,}")
 
 
 def _execute(text: str, module: types.ModuleType) -> None:

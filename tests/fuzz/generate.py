@@ -47,12 +47,14 @@ OPTIONS = {
 }
 
 
-BUDGETS = tuple(f"{1000 * size:_}" for size in (3, 6, 12, 25, 50))
-"""Memory budgets in bytes that some programs keep by computing again or by copies to host memory, and some not at all.
+BUDGETS = ("tight(0)", "tight(0.1)", "tight(0.3)", "tight(0.6)", "tight(0.9)")
+"""Memory budgets (`tests/harness/budgets.py`) that most programs keep by computing again, or by copies to host memory.
 """
 
 
-def generate(seed: int, modes: Sequence[str] = MODES, scripts: int = 1, ranks_differ: float = 0.1) -> Program:
+def generate(
+    seed: int, modes: Sequence[str] = MODES, scripts: int = 1, ranks_differ: float = 0.1, budgets: float = 0.2
+) -> Program:
     """Return the program of a seed. Consecutive seeds take the `modes` in turn.
 
     Args:
@@ -60,12 +62,13 @@ def generate(seed: int, modes: Sequence[str] = MODES, scripts: int = 1, ranks_di
         modes: some of MODES.
         scripts: how many consecutive seeds have the same model, sharded and run in the same way.
         ranks_differ: the share of models for which one rank runs other code in some steps.
+        budgets: the share of models that have a small memory budget, of those that compiled_fsdp plans.
     """
     number = seed // scripts
     mode = modes[number % len(modes)]
     program = _Draw(str(number), mode).program()
     program = _Draw(f"transport of {number}", mode).transport(program)
-    program = _Draw(f"budget of {number}", mode).budget(program)
+    program = _Draw(f"budget of {number}", mode).budget(program, budgets)
     program = _Draw(f"ranks of {number}", mode).other(program, ranks_differ)
     if scripts > 1:
         program = _Draw(f"script {seed}", mode).script(program)
@@ -175,10 +178,10 @@ class _Draw:
             return program
         return dataclasses.replace(program, options=(*program.options, ("transport", '"symm_mem"')))
 
-    def budget(self, program: Program) -> Program:
+    def budget(self, program: Program, share: float) -> Program:
         """Return the program, perhaps with a small memory budget."""
         options = dict(program.options)
-        if not self.chance(0.2) or "memory_budget" in options or program.mode in ("eager", "torch's aot_eager"):
+        if not self.chance(share) or "memory_budget" in options or program.mode in ("eager", "torch's aot_eager"):
             return program
         options["memory_budget"] = self.random.choice(BUDGETS)
         options["offload_activations"] = self.random.choice(("True", "True", "False"))

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from compiled_fsdp import compiled_autograd, explain, fully_shard as ours
+from tests.harness.budgets import tight_for
 from tests.harness.symm_mem import symm_mem_from_now_on
 """
 
@@ -159,6 +160,11 @@ def _compile(lines: Lines, program: Program) -> None:
         options["codegen"] = '"aot_eager"'
     given = "{" + ", ".join(f'"{key}": {value}' for key, value in options.items()) + "}"
     arguments = f'backend="{backend}", options={given}'
+    if "tight" in options.get("memory_budget", ""):
+        largest = max(size for step in program.steps for size in step.sizes)
+        others = "".join(f", {key}={value}" for key, value in options.items() if key != "memory_budget")
+        budgets = f"tight_for(model, {_batch(program, 0, str(largest))}{others})"
+        lines.add(f'tight = {budgets} if way == "ours" else lambda share: None')
     if "transport" in options:
         lines.add("symm_mem_from_now_on()  # torch has kernels for GPUs only")
     if program.mode == "torch's aot_eager":

@@ -27,6 +27,7 @@ class Joint:
 
     ("compute", a, b)   a new value from two others
     ("times", a, b)     likewise, which saves both for backward
+    ("drop", a)         some elements of another value, which saves which ones for backward
     ("scale", i, a)     a new value from parameter i and another
     ("apply", i, a)     likewise, which saves as much as the parameter has
     ("merge", i, j, a)  a new value from what two parameters alone give, and another
@@ -80,6 +81,8 @@ class Joint:
                 values.append(torch.tanh(at + 2 * values[of[0] % len(values)]))
             elif kind == "times":
                 values.append(at * values[of[0] % len(values)])
+            elif kind == "drop":
+                values.append(at * torch.ops.aten.bernoulli.p(at.detach(), 0.5))
             elif kind == "scale":
                 values.append(at * full(of[0]).flatten().sum().sin())
             elif kind == "apply":
@@ -98,6 +101,7 @@ def joints(draw: Any) -> Joint:
     step = st.one_of(
         st.tuples(st.just("compute"), value, value),
         st.tuples(st.just("times"), value, value),
+        st.tuples(st.just("drop"), value),
         st.tuples(st.just("scale"), param, value),
         st.tuples(st.just("apply"), param, value),
         st.tuples(st.just("merge"), param, param, value),

@@ -4,6 +4,7 @@ Whatever stays unsharded from forward to backward, is gathered again, or is comp
 or as the planner chooses, under a budget and without.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -71,16 +72,21 @@ def check(joint: Joint, asked: dict[str, Any], *, kept: Any = None, offloaded: A
     if offloaded is not None:
         found = Candidates(forward, backward, replace(ctx, host_memory=float("inf"))).all
         offload(forward, backward, [each.name for i, each in enumerate(found) if i in offloaded])
-    half = {}
+    half, seconds = {}, 0.0
     for phase, gm in (("forward", forward), ("backward", backward)):
         own = replace(ctx, phase=phase, summary={}, planned=None)
         half[phase] = run_passes(GRAPH_PASSES, gm, own)
         _check_memory(half[phase], own, len(joint.region.params))
+        seconds += own.planned.simulation.seconds if own.planned.simulation is not None else math.inf
+    if ctx.for_backward is not None and ctx.for_backward.bound is not None:
+        assert ctx.for_backward.bound <= seconds * (1 + 1e-9)
     primals, tangents = inputs_of(joint)
     given = [[*of, *grads] for of, grads in zip(primals, tangents, strict=True)]
+    torch.manual_seed(0)
     expected = Ranks(joint.region).run(original, given)
     # each half has those of the inputs that it needs
     numbers = [int(node.name.removeprefix("primals_")) for node in forward.graph.nodes if node.op == "placeholder"]
+    torch.manual_seed(0)  # forward drops the same elements, and backward draws no numbers
     first = Ranks(joint.region).run(half["forward"], [[of[i] for i in numbers] for of in primals])
     second = Ranks(joint.region).run(
         half["backward"], [[*out[1:], *grads] for out, grads in zip(first, tangents, strict=True)]
@@ -106,10 +112,14 @@ def _check_saved(saved: list[Node], backward: GraphModule, ctx: PassContext) -> 
 
 
 def _check_memory(gm: GraphModule, ctx: PassContext, shards: int) -> None:
-    """Forward and backward hold no more than their plans say; gradients are no parts of larger memory here."""
+    """Forward and backward hold no more than their plans say, and these no more than the budget.
+
+    Gradients are no parts of larger memory here.
+    """
     assert ctx.planned is not None
     if ctx.planned.tasks is None:
         return
+    assert ctx.rules.budget is None or ctx.planned.simulation.peak <= ctx.rules.budget
     names = frozenset(f"primals_{i}" for i in range(shards))
     held = peak_bytes(gm, backward=ctx.phase == "backward", shards=names) + ctx.planned.tasks.persistent
     assert held <= ctx.planned.simulation.peak, (ctx.phase, held, ctx.planned.simulation.peak)

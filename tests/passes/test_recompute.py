@@ -14,8 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes import cut
+from compiled_fsdp.passes.min_cut import Item, cheapest
 from compiled_fsdp.passes.plan.search import OverBudget
-from compiled_fsdp.passes.recompute import Choices, _cheapest, _Item
+from compiled_fsdp.passes.recompute import Choices
 from tests.harness import batch, compiled, shard
 from tests.harness.fake import fake_group
 from tests.harness.models import Transformer, small
@@ -32,7 +33,7 @@ def groups(draw):
     for i in range(draw(st.integers(1, 6))):
         size, seconds = draw(st.sampled_from([(1, 0), (3, 0), (1, 1), (4, 2), (2, None), (None, 0), (None, 3)]))
         reads = draw(st.sets(st.integers(0, i - 1), max_size=2)) if i else ()
-        items.append(_Item(tuple(sorted(reads)), size, seconds, draw(st.booleans()), draw(st.sampled_from([0, 0, 1]))))
+        items.append(Item(tuple(sorted(reads)), size, seconds, draw(st.booleans()), draw(st.sampled_from([0, 0, 1]))))
     return tuple(items)
 
 
@@ -58,7 +59,7 @@ def cost_of(items, again, saved, price):
 @given(groups(), st.integers(0, 4))
 def test_no_choice_costs_less(items, price):
     """Beside all choices there are."""
-    again, saved = _cheapest(items, float(price), 1.0)
+    again, saved = cheapest(items, float(price), 1.0)
     assert not again & saved
     costs = []
     for choice in itertools.product(("", "again", "saved"), repeat=len(items)):
@@ -69,9 +70,9 @@ def test_no_choice_costs_less(items, price):
 
 def test_a_higher_price_saves_less():
     """A product takes 10 s, and its result 1 byte. What is computed from that takes 4 bytes and no time."""
-    items = (_Item((), 1, 10.0, True, False), _Item((0,), 4, 0.0, True, False))
-    assert _cheapest(items, 1.0, 0.0) == ({1}, {0})
-    assert _cheapest(items, 11.0, 0.0) == ({0, 1}, set())
+    items = (Item((), 1, 10.0, True, False), Item((0,), 4, 0.0, True, False))
+    assert cheapest(items, 1.0, 0.0) == ({1}, {0})
+    assert cheapest(items, 11.0, 0.0) == ({0, 1}, set())
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
