@@ -47,7 +47,7 @@ OPTIONS = {
 }
 
 
-BUDGETS = ("tight(0)", "tight(0.1)", "tight(0.3)", "tight(0.6)", "tight(0.9)")
+BUDGETS = ("tight(0.2)", "tight(0.4)", "tight(0.6)", "tight(0.8)", "tight(0.95)")
 """Memory budgets (`tests/harness/budgets.py`) that most programs keep by computing again, or by copies to host memory.
 """
 

@@ -24,7 +24,7 @@ def tight_for(model: nn.Module, *args: Any, **options: Any) -> Callable[[float],
     """
     peak = _peak(model, args, options)
     try:
-        _peak(model, args, options | {"memory_budget": 2})
+        _peak(model, args, options | {"memory_budget": 120})
         least = peak
     except OverBudget as error:
         least = error.least

@@ -104,6 +104,11 @@ class Region:
     publishes: bool = False
 
     @property
+    def has_parts(self) -> bool:
+        """Whether gradients are views of larger memory."""
+        return any(kind == "reduce" and of[-1] == "view" for kind, *of in self.steps)
+
+    @property
     def meshes(self) -> dict[int, Mesh]:
         return {param.mesh.number: param.mesh for param in self.params}
 
