@@ -296,10 +296,6 @@ def _floor_wire_fsdp2(setting: Setting) -> wire.Wire:
 # "compiled_fsdp"
 SYSTEMS = {
     "compiled_fsdp": System(_compiled_fsdp),
-    "budget_100": System(partial(_budget, 1.0)),
-    "budget_80": System(partial(_budget, 0.8)),
-    "budget_60": System(partial(_budget, 0.6)),
-    "budget_45": System(partial(_budget, 0.45)),
     "fsdp2": System(_fsdp2, compiles=False),
     "fsdp2_compiled": System(_fsdp2_compiled),
     "ddp": System(_ddp, sharded=False, reshard=False, compiles=False),
@@ -325,4 +321,8 @@ SYSTEMS = {
     "accumulate_wait": System(partial(_accumulate, True, fully_shard), reshard=False, trains=False),
     "fsdp2_accumulate_each": System(partial(_accumulate, False, fsdp2), trains=False, compiles=False),
     "fsdp2_accumulate_wait": System(partial(_accumulate, True, fsdp2), reshard=False, trains=False, compiles=False),
+    "budget_100": System(partial(_budget, 1.0)),
+    "budget_80": System(partial(_budget, 0.8)),
+    "budget_60": System(partial(_budget, 0.6)),
+    "budget_45": System(partial(_budget, 0.45)),
 }
