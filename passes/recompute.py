@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import GraphModule, Node
