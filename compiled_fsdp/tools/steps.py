@@ -149,7 +149,9 @@ class ModelCall:
     @property
     def seconds(self) -> float:
         """Planned seconds; each graph counts as often as layers run it."""
-        return self.seconds_with([step.graphs for step in self.steps])
+        if self.is_broken:
+            return self._as_planned.seconds
+        return sum(step.layers * graph.seconds for step in self.steps for graph in step.graphs)
 
     def seconds_with(self, planned: Sequence[Sequence[PlannedGraph]]) -> float:
         """Seconds of the call if the graphs of each step were planned like this."""
@@ -177,13 +179,17 @@ class ModelCall:
     def exposed(self) -> float:
         """Seconds that compute waits for compiled_fsdp's collectives."""
         if self.is_broken:
-            return self._in_sequence([step.graphs for step in self.steps]).exposed
+            return self._as_planned.exposed
         return self.exposed_in_graphs
 
     @property
     def exposed_in_graphs(self) -> float:
         """The same, if graphs like it run beside each graph and hide what crosses its edges."""
         return sum(step.layers * graph.exposed for step in self.steps for graph in step.graphs)
+
+    @functools.cached_property
+    def _as_planned(self) -> Simulation:
+        return self._in_sequence([step.graphs for step in self.steps])
 
     def _in_sequence(self, planned: Sequence[Sequence[PlannedGraph]]) -> Simulation:
         """Simulate the graphs of a broken call in order, as if each layer had tasks of its own."""

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from contextlib import contextmanager
 from unittest import mock
 
@@ -137,6 +138,18 @@ def test_less_memory_takes_more_compute():
         assert peak_of(less) <= share * peak_of(graphs)
         seconds.append(compute_of(less))
     assert seconds == sorted(set(seconds))
+
+
+def test_the_bound_grows_as_there_is_less_room():
+    """With room for everything, library kernels run once. With none some run twice, or what they made is copied."""
+    graphs, made = planned(0.55)
+    found = functools.partial(made[0].least_seconds, copied=0.0, highest_price=math.inf)
+    bounds = [found(room) for room in (1e12, 1e5, 1e4, 0.0)]
+    assert bounds == sorted(bounds)
+    assert bounds[-1] > 1.01 * bounds[0]
+    assert found(0.0, copied=1e15) == pytest.approx(bounds[0], rel=1e-3)
+    shown = next(graph.for_backward for graph in graphs if graph.for_backward is not None)
+    assert bounds[0] <= shown.bound <= sum(graph.simulation.seconds for graph in graphs)
 
 
 def test_a_model_that_nothing_divides():
