@@ -55,9 +55,11 @@ class Measurement:
         return "bench.real_link" in self.command or "bench.profile_check" in self.command
 
 
-def _link(name: str, options: str, minutes: float, quick: str = "") -> Measurement:
+def _link(
+    name: str, options: str, minutes: float, quick: str = "", table: Callable[[Any], str] = tables.slow_link
+) -> Measurement:
     quick = quick or "--rates 1 --batches 256 --systems compiled_fsdp,fsdp2 --repeats 1"
-    return Measurement(name, f"python -m bench.real_link {options}", minutes, quick, tables.slow_link)
+    return Measurement(name, f"python -m bench.real_link {options}", minutes, quick, table)
 
 
 OF_MODELS = (
@@ -82,6 +84,13 @@ MEASUREMENTS = (
         8,
     ),
     _link("slow-link-2", "--rates 2 --batches 512 --systems compiled_fsdp,fsdp2 --repeats 7", 3),
+    _link(
+        "slow-link-predicted",
+        "--rates 1,2,4 --batches 64,256,1024,2048 --repeats 5 --systems compiled_fsdp,broken,floor_compute,floor_wire",
+        45,
+        "--rates 4 --batches 64 --systems compiled_fsdp,broken,floor_compute,floor_wire --repeats 1",
+        tables.predictions,
+    ),
     _link(
         "slow-link-llama",
         f"--model llama --rates 1 --batches 256 --repeats 5 --systems {OF_MODELS}",

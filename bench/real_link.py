@@ -72,6 +72,8 @@ COMPARISONS = {
     "fsdp2_accumulate_wait": ("ratio_to_theirs", "ratio_to_theirs_ci"),
 }
 """By baseline system: the keys of a record for the ratio to that baseline and for the ratio's interval."""
+FLOORS = {"compute": "floor_compute", "collectives": "floor_wire"}
+"""By part of a planned step: the system that measures this part alone."""
 GRACE = 900  # seconds beyond their budget after which the workers count as hung
 
 
@@ -182,6 +184,7 @@ def summary(
             "compile_s": max(0.0, record["first_step_s"] - step) if systems[name].compiles else None,
             "loss": record["loss"] if systems[name].trains else None,
             "predicted_s": record.get("predicted_s"),
+            "predicted_parts_s": record.get("predicted_parts_s"),
             "budget_bytes": record.get("budget_bytes"),
             "for_backward": record.get("for_backward"),
         }
@@ -225,6 +228,12 @@ def check(case: Case, rows: list[dict[str, Any]]) -> None:
                 f"the planner predicted {predicted:.3f} s for a step of {name}: measured / predicted is "
                 f"{row['step_s'] / predicted:.3f}"
             )
+            for part, floor in FLOORS.items():
+                if name == WHOLE and floor in by_name:
+                    alone, measured = row["predicted_parts_s"][part], by_name[floor]["step_s"]
+                    print(
+                        f"  its {part} alone: {alone:.3f} s predicted, {measured:.3f} measured ({measured / alone:.3f})"
+                    )
         if (budget := row["budget_bytes"]) is not None:
             print(f"  within {budget / 1e6:.0f} MB, {row['peak_bytes'] / 1e6:.0f} used: {row['for_backward']}")
     for name in BROKEN:

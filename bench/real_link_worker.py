@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from bench.link_models import MODELS
 from bench.link_systems import SYSTEMS, Running, Setting, Training
 from bench.memory import alive, traced
 from compiled_fsdp import FSDPModule, count_communication, explain, measure_hardware
+from compiled_fsdp.tools.steps import ModelCall
 
 LEAST_ROUNDS = 3
 
@@ -32,7 +34,8 @@ LEAST_ROUNDS = 3
 class Record:
     """The measurements of one system: seconds and bytes. Lists have one entry per round.
 
-    ``loss`` is the last step's. ``predicted_s`` is the planner's prediction for a step, if compiled_fsdp planned it.
+    ``loss`` is the last step's. ``predicted_s`` is the planner's prediction for a step, if compiled_fsdp planned it, and
+    ``predicted_parts_s`` has the seconds of its "compute" alone, of its "collectives" alone, and of its "contention".
     ``budget_bytes`` is its memory budget, and ``for_backward`` says what forward leaves under it.
     """
 
@@ -41,6 +44,7 @@ class Record:
     peak_bytes: int = 0
     loss: float = float("nan")
     predicted_s: float | None = None
+    predicted_parts_s: dict[str, float] | None = None
     budget_bytes: float | None = None
     for_backward: str = ""
     step_s: list[float] = field(default_factory=list)
@@ -92,7 +96,9 @@ def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
     before = alive()
     record.first_step_s = timed_step(system).seconds
     record.base_bytes = kept + alive() - before
-    record.predicted_s = predicted(system)
+    if calls := planned_calls(system):
+        record.predicted_s = sum(call.seconds for call in calls)
+        record.predicted_parts_s = parts_of(calls)
     if name in BUDGETS and isinstance(system, Training):
         forward = explain(system.model).graphs[0]
         record.budget_bytes, record.for_backward = forward.budget, str(forward.for_backward)
@@ -100,11 +106,25 @@ def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
     return system, record
 
 
-def predicted(system: Running) -> float | None:
-    """Return the planned seconds of a step without microbatches; None if compiled_fsdp did not compile the model."""
+def planned_calls(system: Running) -> tuple[ModelCall, ...]:
+    """Return the planned calls of a step without microbatches; none if compiled_fsdp did not compile the model."""
     if type(system) is not Training or not isinstance(system.model, FSDPModule):
-        return None
-    return sum(call.seconds for call in explain(system.model).calls) or None
+        return ()
+    return explain(system.model).calls
+
+
+def parts_of(calls: Sequence[ModelCall]) -> dict[str, float]:
+    """Return the planned seconds of compute alone, of collectives alone, and of contention between them."""
+    graphs = [(step.layers, graph) for call in calls for step in call.steps for graph in step.graphs]
+    return {
+        "compute": sum(layers * graph.tasks.seconds_before[-1] for layers, graph in graphs),
+        "collectives": sum(
+            layers * graph.tasks.costs_of(of.kind, of.indices, of.form).on_channel
+            for layers, graph in graphs
+            for of in (timing.launch for timing in graph.simulation.timings)
+        ),
+        "contention": sum(layers * graph.simulation.contention for layers, graph in graphs),
+    }
 
 
 def measure_memory(system: Running, record: Record) -> float:

@@ -94,6 +94,25 @@ def _setting(model: str, layout: str, rate: str, batch: int, records: Sequence[R
     return f"{title}:\n\n{table(['system', *columns], rows)}\n{' '.join(notes)}\n"
 
 
+def predictions(records: Sequence[Record]) -> str:
+    """Return a table of measured steps and their ratios to predicted ones, a row for each setting."""
+    head = ["Gb/s", "batch", "one graph, s", "/ predicted", "graph breaks, s", "/ predicted"]
+    head += ["compute alone, s", "/ predicted", "collectives alone, s", "/ predicted", "of the floor"]
+    rows = []
+    for (rate, batch), found in itertools.groupby(records, lambda r: (r["link"], r["batch"])):
+        by_name = {record["system"]: record for record in found}
+        parts = by_name["compiled_fsdp"]["predicted_parts_s"]
+        pairs = [(by_name[name], by_name[name]["predicted_s"]) for name in ("compiled_fsdp", "broken")]
+        pairs += [(by_name["floor_compute"], parts["compute"]), (by_name["floor_wire"], parts["collectives"])]
+        cells = [rate.removesuffix("gbit"), f"{batch:,}"]
+        for record, predicted in pairs:
+            ratio = f"{record['step_s'] / predicted:.2f}" if predicted else ""
+            cells += [_around(record["step_s"], record["step_ci_s"]), ratio]
+        floor = max(by_name[name]["step_s"] for name in ("floor_compute", "floor_wire"))
+        rows.append([*cells, f"{by_name['compiled_fsdp']['step_s'] / floor:.2f}"])
+    return table(head, rows)
+
+
 def _ratio(record: Record, of: str, ratio: str, interval: str) -> str:
     if record["system"] == of:
         return "1"

@@ -249,13 +249,27 @@ class _Cuts:
         nothing: frozenset[int] = frozenset()
         budget = self.ctx.rules.budget
         try:
-            plain = self.at(_Way() if budget is None else self.least(nothing), nothing)
-            kept = choose_unsharded(*plain.tasks, budget)
-            if budget is None or not kept:
-                return sorted(kept)
-            return sorted(kept) if self.at(self.least(kept), kept).seconds < plain.seconds else []
+            if budget is None:
+                return sorted(choose_unsharded(*self.at(_Way(), nothing).tasks, None))
+            first = self.least(nothing)
+            best = self.at(first, nothing).seconds, nothing
         except OverBudget:  # the graphs cut with these reads hold more than was assumed
             return []
+        for way in self._that_make_room(first):
+            try:
+                kept = choose_unsharded(*self.at(way, nothing).tasks, budget)
+                if kept and kept != best[1]:
+                    best = min(best, (self.at(self.least(kept), kept).seconds, kept), key=lambda found: found[0])
+            except OverBudget:
+                continue
+        return sorted(best[1])
+
+    def _that_make_room(self, first: _Way) -> Iterator[_Way]:
+        """Ways to cut whose room kept parameters may have: the first that fits, and one that copies all it can hide."""
+        yield first
+        more = self.exact(first._replace(offloaded=HIDDEN), frozenset())
+        if more.offloaded > first.offloaded:
+            yield more
 
     def for_backward(self, way: _Way, kept: frozenset[int] | None) -> ForBackward:
         """What this way leaves for backward, beside what torch's partitioner alone would."""

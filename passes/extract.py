@@ -44,8 +44,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
     channels: dict[str, CommChannel] = {}
     links: dict[int, str] = {}
     tasks_by_node: dict[Node, CollectiveTask] = {}
-    if ctx.fused:
-        mark_memory(gm)
+    fusion = mark_memory(gm) if ctx.fused else None
     alive = Alive(gm, segments, backward=ctx.phase == "backward")
     for node in (*gathers, *reductions):
         gathered = node.target is ops.unshard.default
@@ -96,7 +95,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
     models = ModelLinks(ctx, links)
     model_collectives = tuple(models.priced(node, *places) for node, places in segments.model_places().items())
     live = alive.most()
-    costs = node_costs(gm, fused=ctx.fused)
+    costs = node_costs(gm, fused=ctx.fused, fusion=fusion)
     hardware = ctx.hardware
     of_model = [of for of in model_collectives if not of.is_copy]
     if channels and not of_model and all(channel.by_copies for channel in channels.values()):

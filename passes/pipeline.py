@@ -21,6 +21,10 @@ On each graph (forward, backward, or inference), after the cut:
 If this rank's code follows a plan that was made for other code, its graphs get these passes instead: arrange, follow
 (the runtime gathers and reduces), lower.
 
+Last, if Inductor generates the code, and once all is reported:
+
+    share      turn compute that equal layers repeat into functions, whose code is generated once
+
 A pass is a function ``name(gm, ctx) -> gm`` (on halves ``name(forward, backward, ctx)``). At its end it lints the graph
 and reports one line about its changes with ``ctx.changed``. The option ``disable_passes`` switches passes off by name.
 ``TORCH_LOGS=+compiled_fsdp`` shows the line of each pass with its time; ``TORCH_LOGS=+compiled_fsdp.passes.diff`` shows
@@ -47,6 +51,7 @@ from compiled_fsdp.passes.plan_pass import plan
 from compiled_fsdp.passes.regather import regather
 from compiled_fsdp.passes.reshard import reshard
 from compiled_fsdp.passes.schedule import schedule
+from compiled_fsdp.passes.share import share
 from compiled_fsdp.passes.start_copies import start_copies
 from compiled_fsdp.passes.verify import check_graph, verify
 
@@ -60,11 +65,12 @@ JOINT_PASSES: tuple[Pass, ...] = (reshard,)
 HALVES_PASSES: tuple[PassOnHalves, ...] = (regather,)
 GRAPH_PASSES: tuple[Pass, ...] = (arrange, start_copies, plan, bucket, schedule, lower, verify)
 FOLLOWING_PASSES: tuple[Pass, ...] = (arrange, follow, lower)
+INDUCTOR_PASSES: tuple[Pass, ...] = (share,)
 
 
 def pass_names() -> tuple[str, ...]:
     """The names of all passes, which the option ``disable_passes`` takes."""
-    return tuple(p.__name__ for p in (*JOINT_PASSES, *HALVES_PASSES, *GRAPH_PASSES))
+    return tuple(p.__name__ for p in (*JOINT_PASSES, *HALVES_PASSES, *GRAPH_PASSES, *INDUCTOR_PASSES))
 
 
 def through(name: str) -> tuple[Pass, ...]:

@@ -39,10 +39,11 @@ def log_once(log: logging.Logger, level: int, key: Hashable, message: str, *args
 
 
 def _is_logged_here(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.INFO or _rank() == 0 or _asked_for(record.name)
+    return record.levelno > logging.INFO or rank() == 0 or _asked_for(record.name)
 
 
-def _rank() -> int:
+def rank() -> int:
+    """This process's rank; 0 if it is the only process."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))  # torchrun sets it

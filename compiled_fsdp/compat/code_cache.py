@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +31,15 @@ class LoadedCode(NamedTuple):
 OnRun = Callable[[], contextlib.AbstractContextManager[None]]
 """Called whenever code is about to run; returns a context to enter around the run."""
 
-Take = Callable[[tuple[LoadedCode, ...]], Sequence[OnRun] | None]
+
+class Again(enum.Enum):
+    """A reply to what was found: look into the cache once more."""
+
+    AGAIN = enum.auto()
+
+
+AGAIN = Again.AGAIN
+Take = Callable[[tuple[LoadedCode, ...], str | None], Sequence[OnRun] | Again | None]
 
 
 class CacheConsultant:
@@ -38,8 +47,8 @@ class CacheConsultant:
 
     Args:
         take: called before anything is compiled, with the code that the cache has for each graph (empty if it has
-            none). Returns an ``OnRun`` for each graph, or None to compile the graphs anyway. Newly compiled code goes
-            into the cache.
+            none), and with the cache's key; None if the cache can hold no code for these graphs. Returns an ``OnRun`` for each graph, or None to compile the graphs anyway, or AGAIN: then it is
+            called once more, with what the cache has by then. Newly compiled code goes into the cache.
         wrap: makes one function of a loaded graph's code and its ``OnRun``.
     """
 
@@ -50,11 +59,11 @@ class CacheConsultant:
     def nothing_found(self) -> None:
         """Call ``take`` without code, if there was no lookup: the cache is off, or cannot keep such a graph."""
         if not self._was_asked:
-            self._ask(())
+            self._ask((), None)
 
-    def _ask(self, found: tuple[LoadedCode, ...]) -> Sequence[OnRun] | None:
+    def _ask(self, found: tuple[LoadedCode, ...], key: str | None) -> Sequence[OnRun] | Again | None:
         self._was_asked = True
-        return self._take(found)
+        return self._take(found, key)
 
     def at_work(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which lookups in the cache ask ``take``."""
@@ -62,6 +71,11 @@ class CacheConsultant:
 
     def _lookup(self, load: Callable[..., Any]) -> Callable[..., Any]:
         def try_load(*args: Any, **kwargs: Any) -> Any:
+            while (found := try_once(*args, **kwargs)) is AGAIN:
+                pass
+            return found
+
+        def try_once(*args: Any, **kwargs: Any) -> Any:
             graphs: list[tuple[LoadedCode, Any]] = []
 
             def replacement(finish: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,19 +89,29 @@ class CacheConsultant:
             with patches.installed(patches.CACHED_CODE, replacement):
                 found = load(*args, **kwargs)
             code = found[0] if isinstance(found, tuple) else found  # torch before 2.13 returns the code alone
-            on_runs = self._ask(tuple(loaded for loaded, _ in graphs) if code is not None else ())
+            call = inspect.signature(load).bind(*args, **kwargs)
+            on_runs = self._ask(tuple(loaded for loaded, _ in graphs) if code is not None else (), _key(found, call))
+            if on_runs is AGAIN:
+                return AGAIN
             if code is None:
                 return found
             if on_runs is None:
-                call = inspect.signature(load).bind(*args, **kwargs)
                 call.arguments |= {"local": False, "remote": False}  # finds nothing, but notes where to save
                 return load(*call.args, **call.kwargs)
+            assert not isinstance(on_runs, Again)
             for (_, graph), on_run in zip(graphs, on_runs, strict=True):
                 assert graph.current_callable is not None
                 graph.current_callable = self._wrap(graph.current_callable, on_run)
             return found
 
         return try_load
+
+
+def _key(found: Any, call: inspect.BoundArguments) -> str | None:
+    """Return the key under which the cache would save what is compiled now; None if it would not save it."""
+    config = found[1] if isinstance(found, tuple) else call.arguments["aot_config"]
+    info = getattr(config, "cache_info", None)
+    return None if info is None else str(info.cache_key)
 
 
 def cache_directory() -> Path:

@@ -62,6 +62,7 @@ def inductor_compile(
     *,
     partition: Callable[..., Any],
     rewrite: Callable[..., torch.fx.GraphModule],
+    finish: Callable[..., torch.fx.GraphModule],
     compiled: Callable[[torch.fx.GraphModule, Any], OnRun],
     may_be_captured: Callable[[torch.fx.GraphModule], bool],
     keeps_order: Callable[[torch._ops.OpOverload], bool],
@@ -80,6 +81,8 @@ def inductor_compile(
         partition: cuts the joint graph into forward and backward, with the signature of a partitioner.
         rewrite: takes ``(gm, phase)``, returns the graph that Inductor generates code for. It runs before Inductor
             looks into its cache, so the cache's key contains the rewritten graph.
+        finish: takes a rewritten graph and its phase, unless CUDA graphs shall capture it or the code is C++ alone;
+            returns the graph that Inductor gets. It may have nested graphs.
         compiled: called with each graph that has code now (generated or from Inductor's cache) and with Inductor's
             result; returns the ``OnRun`` for that code.
         may_be_captured: whether a rewritten graph may run in CUDA graphs; called only if ``mode`` or an option wants
@@ -117,6 +120,8 @@ def inductor_compile(
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         gm = rewrite(gm, phase)
         wanted = config.triton.cudagraphs or bool(kwargs.get("cudagraphs"))
+        if not (wanted or config.cpp_wrapper):
+            gm = finish(gm, phase)
         if wanted and not may_be_captured(gm):
             kwargs["cudagraphs"] = BoxedBool(False)
             with config.patch({"triton.cudagraphs": False}):
@@ -146,7 +151,7 @@ def inductor_compile(
     # answer.
     wants_cuda_graphs = patches.get("triton.cudagraphs", config.triton.cudagraphs)
     is_cached = take_cached is not None and code_caches_are_on() and not wants_cuda_graphs
-    consultant = CacheConsultant(take_cached or (lambda found: None), _watched)
+    consultant = CacheConsultant(take_cached or (lambda found, key: None), _watched)
     aot_config = {**_AOT_CONFIG, "enable_autograd_cache": is_cached}
     with functorch_config.patch(aot_config), consultant.at_work(), retains_graphs():
         code: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)

@@ -110,26 +110,42 @@ def keys_of(found: Sequence[LoadedCode]) -> tuple[str, ...]:
 
 
 def taken_by_all(
-    cached: CachedCode | None, agreement: Agreement, signature: Signature, param_names: Signature, *, is_variant: bool
-) -> CachedCode | None:
-    """Return ``cached`` if every rank takes code from its cache that was generated under the same decisions; else None.
+    cached: CachedCode | None,
+    agreement: Agreement,
+    signature: Signature,
+    param_names: Signature,
+    *,
+    is_variant: bool,
+    key: str | None,
+) -> tuple[CachedCode | None, bool]:
+    """Decide with all ranks whether to take code from their caches.
 
     A rank that compiles asks the others for their plans, so either all ranks compile or none does. A rank that compiles
     a variant alone (``is_variant``) asks nobody, and takes code that follows the ranks' earlier decisions. The other
     arguments are those of ``Agreement.agree``.
+
+    Args:
+        cached: what this rank's cache has.
+        key: the cache's key, equal on two ranks if one can run the other's code; None if the cache will have no code.
+
+    Returns:
+        ``cached``, if every rank takes code that was generated under the same decisions; else None. And whether no rank
+        has code, but each could run any other's.
     """
     decisions = cached.decisions if cached is not None else ()
     known = [agreement.decision(signature, decision.topic, decision.collectives) for decision in decisions]
     if any(text not in (None, decision.text) for text, decision in zip(known, decisions, strict=True)):
         cached = None
     if is_variant:
-        return None if None in known else cached
-    digest = "none" if cached is None else cached.digest()
-    if not agreement.have_all_the_same(signature, CACHED_CODE, digest, param_names) or cached is None:
-        return None
+        return (None if None in known else cached), False
+    same = agreement.have_all_the_same(
+        signature, CACHED_CODE, f"none, but for {key}" if cached is None else cached.digest(), param_names
+    )
+    if not same or cached is None:
+        return None, same and cached is None and key is not None
     for decision in decisions:
         agreement.adopt(signature, decision.topic, decision.collectives, decision.text)
-    return cached
+    return cached, False
 
 
 def _path(keys: Sequence[str]) -> Path:

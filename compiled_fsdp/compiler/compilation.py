@@ -27,8 +27,9 @@ from torch.fx import GraphModule
 
 from compiled_fsdp.base.logs import speaks_for_all
 from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.base.progress import Stage, stage
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan
-from compiled_fsdp.compat.code_cache import LoadedCode, OnRun, code_caches_are_on
+from compiled_fsdp.compat.code_cache import AGAIN, Again, LoadedCode, OnRun, cache_directory, code_caches_are_on
 from compiled_fsdp.compat.compilers import aot_compile, has_triton_package, inductor_compile
 from compiled_fsdp.compat.dynamo import batch_of, graph_break_of, is_dynamo_restart, trace_artifact
 from compiled_fsdp.compat.graphs import min_cut_partition
@@ -55,7 +56,14 @@ from compiled_fsdp.passes.context import ForBackward, Groups, PassContext
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.cut import cut
 from compiled_fsdp.passes.graph import is_ours, keeps_order
-from compiled_fsdp.passes.pipeline import FOLLOWING_PASSES, GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
+from compiled_fsdp.passes.pipeline import (
+    FOLLOWING_PASSES,
+    GRAPH_PASSES,
+    INDUCTOR_PASSES,
+    JOINT_PASSES,
+    run_on_halves,
+    run_passes,
+)
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
@@ -121,6 +129,8 @@ class Compilation:
         self._agreement = None if self._group is None else agreement_of(self._group)
         self._buckets: dict[str, tuple[AgreedBucket, ...]] = {}
         self._for_backward: ForBackward | None = None
+        self._has_waited = False  # for another rank of this machine that compiles
+        self._generating = Stage("")
         self._finder = PlanFinder(region, self._agreement, self.signature, self._model)
         # The plan to follow after a meeting; whether this region's plan replaces another one.
         self._met_plan: BoundPlan | None = None
@@ -142,12 +152,18 @@ class Compilation:
 
     def compile(self) -> Callable[..., Any]:
         """Return code once all ranks have code, because a rank that failed would leave the others in a collective."""
+        with stage(f"compiling a graph of {len(self.region.reads)} parameters"):
+            return self._compile()
+
+    def _compile(self) -> Callable[..., Any]:
         _trace("compiled_fsdp_dynamo_graph", self.gm)
         try:
             follows, code = self._plan_to_follow(), None
             if follows is None:
                 try:
                     code = self._generate(self.gm, self.partition, self.rewrite)
+                    if self._may_be_cached and self.options.codegen == "inductor":
+                        best_effort("note for the cache", self._keep, None)
                     self._agree_on_code()
                 except (Follows, PlanDoesNotFit):
                     code, follows = self._conform(self._plan_of_the_others())
@@ -158,23 +174,29 @@ class Compilation:
             if self._agreement is not None:
                 if self._leads_with is not None:  # the others wait for its plan, and do not know of the error
                     self._agreement.abandon(error)
+                self._agreement.sharing.say_that_code_is_kept(str(error))
                 self._agreement.end_region()  # the next region begins with a meeting of all ranks
             raise
         except BaseException as error:
             # If one rank compiles a variant alone, the others do not know of it. They would take its failure for a
             # failure of the next region.
             is_alone = self._is_variant and self._leads_with is None
+            is_alone &= self._agreement is None or not self._agreement.is_awaited
             if self._agreement is not None and not is_alone and not is_dynamo_restart(error):
                 self._agreement.abandon(error)
             raise
-        if self.options.codegen == "inductor" and self._may_be_cached:
-            best_effort("note for the cache", self._keep, None)
         code = with_parameters(code, self.region, self.reports, self.options, self.bound, self.gradients)
         # Compiled code keeps this object, which must not keep the first batch, its autograd graph or process groups.
         del self.gm, self.inputs, self.region, self._agreement, self._group, self.decisions, self._finder
         return code
 
     def _generate(
+        self, gm: GraphModule, partition: Callable[..., Any], rewrite: Callable[..., GraphModule]
+    ) -> Callable[..., Any]:
+        with stage("tracing forward and backward") as self._generating:
+            return self._generated(gm, partition, rewrite)
+
+    def _generated(
         self, gm: GraphModule, partition: Callable[..., Any], rewrite: Callable[..., GraphModule]
     ) -> Callable[..., Any]:
         if self.options.codegen == "aot_eager":
@@ -184,6 +206,7 @@ class Compilation:
             self.inputs,
             partition=partition,
             rewrite=rewrite,
+            finish=self.for_inductor,
             compiled=self.compiled,
             may_be_captured=lambda gm: may_be_captured(gm, self.region),
             keeps_order=keeps_order,
@@ -196,14 +219,39 @@ class Compilation:
         )
 
     # ---- code from the cache -----------------------------------------------------------------------------------------
-    def _take_cached(self, found: Sequence[LoadedCode]) -> Sequence[OnRun] | None:
-        """Return an ``OnRun`` for each graph that the cache has code for; None if the graphs must be compiled."""
+    def _take_cached(self, found: Sequence[LoadedCode], key: str | None) -> Sequence[OnRun] | Again | None:
+        """Decide on the code that the cache has.
+
+        Args:
+            found: the code of each graph.
+            key: the cache's key; None if it can hold no code for this graph.
+
+        Returns:
+            An ``OnRun`` for each graph that the cache has code for; None if the graphs must be compiled; or AGAIN, once
+            another rank of this machine has compiled them.
+
+        Raises:
+            Follows: another rank has compiled, but this rank's graph is another one.
+        """
         nothing: tuple[CachedCode | None, dict[str, GraphReport]] = None, {}
         cached, reports = best_effort("code from the cache", lambda: self._cached(found), nothing)
         if self._agreement is not None:
-            names, is_variant = self.param_names, self._is_variant
-            cached = taken_by_all(cached, self._agreement, self.signature, names, is_variant=is_variant)
+            cached, can_share = taken_by_all(
+                cached,
+                self._agreement,
+                self.signature,
+                self.param_names,
+                is_variant=self._is_variant or self._has_waited,
+                key=key,
+            )
+            shares = can_share and self.options.one_rank_compiles and not self._agreement.liveness.alone
+            if shares and not self._agreement.sharing.compiles_here(str(cache_directory())):
+                self._agreement.take_part_until_code()
+                self._has_waited = True
+                return AGAIN
         if cached is None:
+            if self._has_waited:
+                raise Follows
             return None
         for report in reports.values():
             self._note(report)
@@ -231,6 +279,10 @@ class Compilation:
     # ---- joint graph -------------------------------------------------------------------------------------------------
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         """Mark the parameters that backward gathers again, and cut the graph."""
+        with stage("choosing what forward leaves for backward"):
+            return self._partition(joint, joint_inputs, **kwargs)
+
+    def _partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         ctx = self._context("joint")
         if (plan := self._conforms_to) is not None:
             anyway = frozenset(
@@ -255,6 +307,7 @@ class Compilation:
     def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
         """Run the passes on a forward, backward or inference graph."""
         phase = "backward" if self.region.kind == "backward" else phase
+        self._generating.goes_on(f"preparing the {phase} graph")
         report = self._report(phase)
         ctx = self._context(phase)
 
@@ -265,7 +318,8 @@ class Compilation:
 
         ctx.record = record
         _trace(f"compiled_fsdp_{phase}_before", gm)
-        gm = run_passes(GRAPH_PASSES, gm, ctx)
+        with stage(f"planning the {phase} graph"):
+            gm = run_passes(GRAPH_PASSES, gm, ctx)
         _trace(f"compiled_fsdp_{phase}_after", gm)
         self._buckets[phase] = ctx.agreed_buckets
         report.note_plan(ctx)
@@ -276,6 +330,11 @@ class Compilation:
         report.launches = best_effort("launches of a graph", lambda: launches_of(gm), ())
         self.pending = report
         return gm
+
+    def for_inductor(self, gm: GraphModule, phase: str) -> GraphModule:
+        """Change a rewritten graph so that Inductor takes less time for it."""
+        self._generating.goes_on(f"generating code for the {phase} graph")
+        return run_passes(INDUCTOR_PASSES, gm, self._context(phase))
 
     def compiled(self, gm: GraphModule, result: Any) -> OnRun:
         """Note that a rewritten graph has code, and return the ``OnRun`` for this code.
@@ -425,14 +484,22 @@ class Compilation:
         """Wait until all ranks have code, because a rank that failed would leave the others in a collective."""
         if self._agreement is None:
             return
-        self._agreement.agree_on_code(self.signature, self._agreed_plan, self.param_names)
+        if self._agreement.waits_for_code:
+            self._agreement.end_last_round()
+        else:
+            self._agreement.sharing.say_that_code_is_kept()
+            self._agreement.agree_on_code(self.signature, self._agreed_plan, self.param_names)
         if self.region.reads and not self._agreement.liveness.alone:
-            follower, kind, parameters = RUNTIME.follower, self.region.kind, self.region.parameters
-            plan = self._agreed_plan()
-            replaces = self._replaces or follower.known.has_other(plan, kind, parameters)
-            self.bound = follower.known.learn(plan, kind, parameters)
-            for unit in dict.fromkeys(map(registry.unit_of, parameters)) if replaces and kind != "backward" else ():
-                unit.code_version += "+"  # code for the other plan is invalid from now on
+            self.bound = self._learn(self._agreed_plan())
+
+    def _learn(self, plan: AgreedPlan) -> BoundPlan:
+        """Note that all ranks have agreed on a plan for the region, in the place of another one if there is one."""
+        follower, kind, parameters = RUNTIME.follower, self.region.kind, self.region.parameters
+        replaces = self._replaces or follower.known.has_other(plan, kind, parameters)
+        bound = follower.known.learn(plan, kind, parameters)
+        for unit in dict.fromkeys(map(registry.unit_of, parameters)) if replaces and kind != "backward" else ():
+            unit.code_version += "+"  # code for the other plan is invalid from now on
+        return bound
 
     def _agreed_plan(self) -> AgreedPlan:
         return agreed_plan(self.region, self.options, self.signature, self._buckets)
@@ -459,6 +526,9 @@ class Compilation:
         """Return the plan to follow, because this rank's graph cannot have the collectives that the ranks agree on."""
         if self._met_plan is not None:
             return self._met_plan
+        if self._has_waited:
+            assert self._agreement is not None
+            return self._learn(self._agreement.plan_of(self.signature))
         own = self._finder.own() if self._is_variant else None
         return own if own is not None else self._finder.of_this_region()
 
@@ -512,6 +582,7 @@ class Compilation:
     def _end_last_round(self) -> None:
         """Tell the other ranks that this rank has code that fits a plan of other code."""
         assert self._agreement is not None
+        self._agreement.sharing.say_that_code_is_kept()  # ranks that wait for it look, and compile for themselves
         plan, self._leads_with = self._leads_with, None
         if plan is None:
             self._agreement.end_last_round()

@@ -167,7 +167,7 @@ def agreed_plan(
         obstacle = "with reshard_after_forward=<int> backward gathers over fewer ranks"
     elif region.shares_checkpoint:
         obstacle = "one checkpoint has several compiled graphs, which run again before the first one's backward"
-    elif options.disable_passes:
+    elif set(options.disable_passes) - {"share"}:  # which changes no collective
         obstacle = "passes are switched off (option 'disable_passes')"
     reduced = [read for phase in buckets.values() for b in phase if not b.kind.supplies for read in b.reads]
     if len(reduced) > len(set(reduced)):

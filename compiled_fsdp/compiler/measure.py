@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.base.logs import speaks_for_all
+from compiled_fsdp.base.progress import stage
 from compiled_fsdp.base.renamed import warn_renamed
 from compiled_fsdp.base.texts import broadcast_text, gather_texts
 from compiled_fsdp.buckets import collectives, transport
@@ -138,7 +139,8 @@ def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None
     if found is None:
         # Groups of one kind may lie on nodes differently, so all ranks take the first rank's result for its groups.
         stopwatch = _Stopwatch(mesh, device, part)
-        hardware = stopwatch.hardware()
+        with stage("measuring the hardware"):
+            hardware = stopwatch.hardware()
         found = _from_first_rank(mesh, device, hardware, stopwatch.samples)
         assert found is not None
         worst = max(found[1], key=off_by, default=None)
@@ -208,8 +210,9 @@ class _Stopwatch:
 
     def hardware(self) -> Hardware:
         base = profile_of(device_name(self.device.type)) or PROFILES["h100"]
-        flops = {name: self._matmul(getattr(torch, name)) for name in ("float32", "bfloat16")}
-        copy = self._copy()
+        with stage("products and copies"):
+            flops = {name: self._matmul(getattr(torch, name)) for name in ("float32", "bfloat16")}
+            copy = self._copy()
         shards, grouped = self.shards, base.each
         communicates = shards.size() > 1
         if self.device.type == "cpu" and communicates:  # gloo does not group collectives
@@ -220,7 +223,8 @@ class _Stopwatch:
             for group in groups:
                 if group is not None and group.size() > 1:
                     nodes = local_nodes(base, dist.get_process_group_ranks(group))
-                    samples = self._samples(kind, group, nodes)
+                    with stage(f"collectives: {kind}"):
+                        samples = self._samples(kind, group, nodes)
                     self.samples.append(samples)
                     found[group.size(), nodes] = replace(fit(samples.sizes, samples.seconds), each=grouped)
             return found
@@ -302,6 +306,10 @@ class _Stopwatch:
 
     def _contention(self) -> Contention:
         """Return how much gathers slow down compute, and compute gathers, in the dtype that the device trains in."""
+        with stage("compute beside collectives"):
+            return self._contention_of_kernels()
+
+    def _contention_of_kernels(self) -> Contention:
         n, dtype = (4096, torch.bfloat16) if self.device.type == "cuda" else (768, torch.float32)
         x = torch.randn(n, n, device=self.device, dtype=dtype)
         product, collective = self._slow_each_other(lambda: x @ x)

@@ -74,6 +74,9 @@ class Options:
             gloo). "symm_mem": the copy engines of the GPUs, over memory that all ranks of a node have mapped, so that
             compute beside a collective is hardly slowed down; needs GPUs, a mesh whose shards are inside a node, and
             ``codegen="inductor"``. Nobody has run it on a GPU yet.
+        one_rank_compiles: whether one rank of each machine compiles, and its other ranks take the code from torch's
+            cache on disk. Only where ranks run the same code and their caches are in one folder, and not with replicas
+            (HSDP): otherwise each rank compiles. False: each rank always compiles.
     """
 
     bucket: Literal["auto", "module", "parameter"] | float | list[list[str]] = "auto"
@@ -92,6 +95,7 @@ class Options:
     recheck_prefetched: bool = True
     kernels: Literal["auto"] | bool = "auto"
     transport: Literal["backend", "symm_mem"] = "backend"
+    one_rank_compiles: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bucket", _checked_bucket(self.bucket))
@@ -109,7 +113,7 @@ class Options:
         object.__setattr__(self, "hardware", _checked_hardware(self.hardware))
         object.__setattr__(self, "memory_budget", _checked_budget(self.memory_budget))
         object.__setattr__(self, "offload_activations", _checked_offload(self.offload_activations))
-        for name in ("overlap", "collectives_at_world_size_1", "recheck_prefetched"):
+        for name in ("overlap", "collectives_at_world_size_1", "recheck_prefetched", "one_rank_compiles"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"compiled_fsdp: option {name!r} must be True or False, but got {getattr(self, name)!r}."

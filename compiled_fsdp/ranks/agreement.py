@@ -6,6 +6,8 @@ region is compiled for the first time, all ranks meet (``meeting.py``): either a
 them leads and the others follow its plan. Then they agree in numbered rounds. In each round the leader, usually the
 group's first rank, posts a decision, for example the plan of a graph. Every rank compares the region with its own, and
 adds one to a counter if they fit. Later variants take the plan without asking.
+
+More than 400 lines: a round has two sides, one that leads and one that follows, and both must be read together.
 """
 
 # Why: docs/design/ranks.md, "All ranks share one plan for a region"
@@ -14,6 +16,7 @@ adds one to a counter if they fit. Later variants take the plan without asking.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import defaultdict
@@ -31,6 +34,7 @@ from compiled_fsdp.ranks.journal import Journal
 from compiled_fsdp.ranks.liveness import Liveness, all_signed_in, sign_in
 from compiled_fsdp.ranks.meeting import heard_at, meet
 from compiled_fsdp.ranks.question import Posted, Question, Signature
+from compiled_fsdp.ranks.shared_compile import SharedCompile
 from compiled_fsdp.ranks.statement import Outcome, Statement, other_regions
 from compiled_fsdp.ranks.waiting import not_come_to, post_progress, wait_for
 
@@ -74,6 +78,8 @@ class Agreement:
         self.others_follow = False
         # The last round about a region that this rank follows, while this rank makes its code; else None.
         self._last_round: str | None = None
+        # Which rank compiles for the others of its machine.
+        self.sharing = SharedCompile(liveness)
 
     # ---- meetings ----------------------------------------------------------------------------------------------------
     def meet(self, statement: Statement) -> Outcome | None:
@@ -104,6 +110,7 @@ class Agreement:
     def end_region(self) -> None:
         """End the agreement on a region: all is agreed on, or nothing had to be."""
         self._leader, self._met, self._last_round, self.others_follow = 0, None, None, False
+        self.sharing.end()
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
     def agree(
@@ -145,6 +152,7 @@ class Agreement:
         question = Question(topic, signature, (), param_names)
         with naming_a_lost_store(f"agreed with the others on the {question}", self.liveness):
             name, decision = self._round(question, lambda: value, mine=value)
+            self.sharing.begin(name, self._leader)
             return decision == value and self._store.add(f"{name}/others", 0) == 0
 
     def adopt(self, signature: Signature, topic: str, collectives: Signature, decision: str) -> None:
@@ -185,18 +193,36 @@ class Agreement:
         with naming_a_lost_store(f"agreed with the others on the {question}", self.liveness):
             while True:
                 name = self._begin_round(f"came to the {question}")
-                posted = self._posted(name, question)
-                if posted.question.topic == CODE:
-                    self._last_round = name
-                    self._decisions[posted.question.signature, CODE, ()] = posted.decision
-                    return AgreedPlan.from_json(posted.decision)
-                if posted.question.topic == CACHED_CODE:
-                    self._store.add(f"{name}/others", 1)  # this rank compiles, so all do: the leader then posts plans
-                if self._come_to_the_end(name, question):
-                    posted = self._posted(f"{name}/again", question)
+                with self._telling_of_errors(name):
+                    posted = self._posted(name, question, while_alive=True)
+                    if posted.question.topic == CODE:
+                        self._last_round = name
+                        self._decisions[posted.question.signature, CODE, ()] = posted.decision
+                        return AgreedPlan.from_json(posted.decision)
+                    if posted.question.topic == CACHED_CODE:
+                        # this rank compiles, so all do: the leader then posts plans
+                        self._store.add(f"{name}/others", 1)
+                    if self._come_to_the_end(name, question):
+                        posted = self._posted(f"{name}/again", question)
                 asked = posted.question
                 if asked.topic != CACHED_CODE:
                     self._decisions[asked.signature, asked.topic, asked.collectives] = posted.decision
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether other ranks wait for this rank's code, or for the end of a round that it has not ended yet."""
+        return self.sharing.is_awaited or self.waits_for_code
+
+    def take_part_until_code(self) -> None:
+        """Accept the decisions of the ranks that compile, until this machine's rank has put its code into its cache.
+
+        The last round stays open until this rank has taken the code. The caller calls ``end_last_round`` then.
+
+        Raises:
+            RanksDiffer: a rank that compiles has failed or is gone.
+        """
+        self.follow_rounds()
+        self.sharing.wait_for_code()
 
     def end_last_round(self) -> None:
         """Say that this rank has code that follows the region's plan, and wait until all ranks have code."""
@@ -227,6 +253,7 @@ class Agreement:
             return
         problem = _failed(self._rank, error)
         try:
+            self.sharing.say_that_code_is_kept(problem)
             if self._met is None:
                 self._store.set(heard_at(self.liveness, self.journal.next_meeting()), problem)
             elif self._last_round is not None:
@@ -252,7 +279,7 @@ class Agreement:
         With ``mine``, the ranks whose value differs from the proposal are counted under that name.
         """
         name = self._begin_round(f"came to the {question}")
-        try:
+        with self._telling_of_errors(name):
             decision, theirs = self._hear(name, question, propose)
             if question.needs_more(theirs):  # this rank may lead: a plan for more collectives is good for all ranks
                 self._store.set(f"{name}/needs more {self._rank}", str(len(question.collectives)))
@@ -260,13 +287,6 @@ class Agreement:
             if mine is not None and decision != mine:
                 self._store.add(f"{name}/others", 1)
             has_new_leader = self._come_to_the_end(name, question)
-        except (RanksDiffer, dist.DistError):
-            raise
-        except BaseException as error:  # an interrupt, too, because the other ranks wait in this round already
-            if self.liveness.value(f"{name}/done") is None:
-                self._end_round(name, _failed(self._rank, error), for_leader=self._rank == self._leader)
-                setattr(error, _TOLD, True)
-            raise
         if has_new_leader:  # the rank that needs most collectives
             decision, theirs = self._hear(f"{name}/again", question, propose)
         self.liveness.look()
@@ -275,6 +295,19 @@ class Agreement:
         if not question.has_same_collectives(theirs):
             raise Follows
         return name, decision
+
+    @contextlib.contextmanager
+    def _telling_of_errors(self, name: str) -> Iterator[None]:
+        """End a round for all ranks if the body raises anything but what the round itself has told."""
+        try:
+            yield
+        except (RanksDiffer, dist.DistError):
+            raise
+        except BaseException as error:  # an interrupt, too, because the other ranks wait in this round already
+            if self.liveness.value(f"{name}/done") is None:
+                self._end_round(name, _failed(self._rank, error), for_leader=self._rank == self._leader)
+                setattr(error, _TOLD, True)
+            raise
 
     def _hear(self, name: str, question: Question, propose: Callable[[], str]) -> tuple[str, Question]:
         """The leader's decision, and the question that it answers. On the leader: make and post it."""
@@ -311,9 +344,10 @@ class Agreement:
             raise RanksDiffer(problem)
         return posted.decision, posted.question
 
-    def _posted(self, name: str, question: Question) -> Posted:
-        """Wait for the leader's post in a round."""
-        text = self._wait(name, "plan", f"rank {self._leader} of the group posted no plan for the {question}")
+    def _posted(self, name: str, question: Question, *, while_alive: bool = False) -> Posted:
+        """Wait for the leader's post in a round; ``while_alive`` is that of ``wait_for``."""
+        late = f"rank {self._leader} of the group posted no plan for the {question}"
+        text = self._wait(name, "plan", late, while_alive=while_alive)
         try:
             posted = Posted.from_json(text)
         except Unfit as error:
@@ -337,7 +371,7 @@ class Agreement:
         self._store.set(f"{name}/done", problem)
 
     # ---- waiting for the others --------------------------------------------------------------------------------------
-    def _wait(self, name: str, key: str, waiting_for: str) -> str:
+    def _wait(self, name: str, key: str, waiting_for: str, *, while_alive: bool = False) -> str:
         """Wait for the post under a round's key. If a rank is gone, end the round for all ranks."""
         number = int(name.removesuffix("/again").rpartition("/")[2])
 
@@ -345,7 +379,15 @@ class Agreement:
             self._end_round(name, problem, for_leader=gone.rank == self._leader)
 
         missing = partial(not_come_to, self.liveness, number)
-        return wait_for(self.liveness, f"{name}/{key}", waiting_for, missing, told_at=[f"{name}/done"], on_gone=end)
+        return wait_for(
+            self.liveness,
+            f"{name}/{key}",
+            waiting_for,
+            missing,
+            told_at=[f"{name}/done"],
+            on_gone=end,
+            while_alive=while_alive,
+        )
 
 
 _NEW_LEADER = "leader "

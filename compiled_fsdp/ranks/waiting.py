@@ -6,7 +6,9 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
+from compiled_fsdp.base.logs import rank
 from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.base.progress import BETWEEN, Stage, stage
 from compiled_fsdp.ranks.failures import RanksDiffer, problem_key
 from compiled_fsdp.ranks.heartbeat import Gone, Watch
 from compiled_fsdp.ranks.liveness import Liveness
@@ -15,7 +17,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.2  # seconds between two looks into t
 _PAUSE = 1 / 16  # of the time waited so far: the pause, and so the share by which a wait may be too long
 _SECONDS_BETWEEN_LIVENESS_CHECKS = 1.0
 _SECONDS_BEFORE_CALLING = 0.5  # until the ranks that do not come by themselves are called
-_MOST_RANKS_NAMED = 4  # in an error about ranks that did not come
+_MOST_RANKS_NAMED = 4  # in texts about ranks that did not come
 
 
 def wait_for(
@@ -27,6 +29,7 @@ def wait_for(
     told_at: Sequence[str] = (),
     on_gone: Callable[[Gone, str], object] = lambda *_: None,
     on_late: Callable[[], object] = int,
+    while_alive: bool = False,
 ) -> str:
     """Wait for a post under a key, and return it.
 
@@ -39,16 +42,32 @@ def wait_for(
         told_at: keys, besides the group's, under which the reason may be posted if a rank is gone.
         on_gone: called with a rank that is gone and the error message.
         on_late: called while the wait lasts, for the first time after half a second.
+        while_alive: wait as long as the other ranks live, because one of them compiles for this one.
 
     Raises:
         RanksDiffer: nothing is posted within the group's timeout, or a rank is gone.
     """
-    began = checked = time.monotonic()
+    with stage("waiting for other ranks") as own:
+        return _wait_for(liveness, key, waiting_for, missing, told_at, on_gone, on_late, while_alive, own)
+
+
+def _wait_for(
+    liveness: Liveness,
+    key: str,
+    waiting_for: str,
+    missing: Callable[[], Sequence[int]],
+    told_at: Sequence[str],
+    on_gone: Callable[[Gone, str], object],
+    on_late: Callable[[], object],
+    while_alive: bool,
+    own: Stage,
+) -> str:
+    began = checked = named = time.monotonic()
     watch, seconds = Watch(liveness), liveness.timeout.total_seconds()
     # The store's own wait is not used, because a TCPStore logs two warnings for each wait that ends without an answer.
     while (value := liveness.value(key)) is None:
         now = time.monotonic()
-        if now >= began + seconds:
+        if now >= began + seconds and not while_alive:
             raise RanksDiffer(
                 f"compiled_fsdp: {waiting_for} within {liveness.timeout}; another rank failed, runs another model, or "
                 "compiles for longer than the process group's timeout (init_process_group(timeout=...)). "
@@ -57,6 +76,9 @@ def wait_for(
         if now - checked >= (_SECONDS_BETWEEN_LIVENESS_CHECKS if checked != began else _SECONDS_BEFORE_CALLING):
             checked = now
             on_late()
+            if own.is_long and rank() == 0 and now - named >= BETWEEN / 2:
+                named = now
+                own.text = f"waiting for {_ranks(missing())}"
             if (gone := watch.gone()) is not None and liveness.value(key) is None:
                 problem = next(filter(None, map(liveness.value, (*told_at, problem_key(liveness)))), None) or (
                     f"compiled_fsdp: rank {gone.rank} of the group {gone.how} while others waited for it: it was "
@@ -65,8 +87,15 @@ def wait_for(
                 on_gone(gone, problem)
                 raise RanksDiffer(problem)
         pause = min(max(_PAUSE * (now - began), _SHORTEST_PAUSE), _LONGEST_PAUSE)
-        time.sleep(min(pause, max(began + seconds - now, 0.0)))
+        time.sleep(pause if while_alive else min(pause, max(began + seconds - now, 0.0)))
     return value
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Name ranks, the first few of them if there are many."""
+    named = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
+    more = len(ranks) - _MOST_RANKS_NAMED
+    return f"rank{'s' * (len(ranks) != 1)} {named}" + (f" and {more} more" if more > 0 else "")
 
 
 # ---- where ranks are -------------------------------------------------------------------------------------------------

@@ -91,15 +91,18 @@ class LibraryKernel:
 NO_COST = Cost(0, 0, 0, "float32")
 
 
-def node_costs(gm: GraphModule, *, fused: bool, symbolic: bool = False) -> dict[Node, Cost]:
+def node_costs(
+    gm: GraphModule, *, fused: bool, symbolic: bool = False, fusion: Fusion | None = None
+) -> dict[Node, Cost]:
     """Return the cost of each node of a graph.
 
     Args:
         fused: whether Inductor generates the code and fuses nodes; else every node is a kernel.
         symbolic: whether costs are expressions of symbolic sizes; else numbers, with the hints of those sizes.
+        fusion: the graph's kernels, if they are known already.
     """
     size = expression if symbolic else hint
-    fusion = Fusion(gm) if fused else None
+    fusion = (fusion or Fusion(gm)) if fused else None
     costs: dict[Node, Cost] = {}
     read: set[tuple[Node, int]] = set()
     failed: dict[str, Exception] = {}

@@ -78,9 +78,13 @@ def stored_sources(node: Node, is_unstored: Callable[[Node], bool]) -> list[Node
     return list(found)
 
 
-def mark_memory(gm: GraphModule) -> None:
-    """Mark what Inductor's kernels do with memory: ``NOT_STORED`` and ``OVERWRITES``, keys of ``Node.meta``."""
-    unstored = Fusion(gm).unstored
+def mark_memory(gm: GraphModule) -> Fusion:
+    """Mark what Inductor's kernels do with memory: ``NOT_STORED`` and ``OVERWRITES``, keys of ``Node.meta``.
+
+    Returns the kernels.
+    """
+    fusion = Fusion(gm)
+    unstored = fusion.unstored
     for node in gm.graph.nodes:
         if not computes(node) or memory_of(node) is not node:
             continue
@@ -88,6 +92,7 @@ def mark_memory(gm: GraphModule) -> None:
             node.meta[NOT_STORED] = True
         elif getattr(call_of(node)[0], "overloadpacket", None) in _SCATTERS or is_pointwise(node):
             node.meta[OVERWRITES] = True
+    return fusion
 
 
 def _levels(gm: GraphModule) -> dict[Node, int]:

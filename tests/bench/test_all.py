@@ -75,3 +75,19 @@ def test_a_table_of_the_slow_link():
     assert "measured / predicted is 1.25" in text
     assert "Last loss of all: 4.5000000." in text
     assert "inside" not in tables.slow_link([row("fsdp2", layout="two")])
+
+
+def test_a_table_of_predictions():
+    parts = {"compute": 1.6, "collectives": 2.5}
+    records = [
+        row("compiled_fsdp", predicted_s=1.6, predicted_parts_s=parts, step_s=2.4),
+        row("broken", predicted_s=2.5),
+        row("floor_compute"),
+        row("floor_wire", step_s=1.0),
+    ]
+    lines = tables.predictions(records).splitlines()
+    assert lines[2] == (
+        "| 1 | 256 | 2.40 (1.50 .. 2.50) | 1.50 | 2.00 (1.50 .. 2.50) | 0.80 | 2.00 (1.50 .. 2.50) | 1.25 | "
+        "1.00 (1.50 .. 2.50) | 0.40 | 1.20 |"
+    )
+    assert len(lines) == 3

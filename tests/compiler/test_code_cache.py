@@ -224,9 +224,16 @@ class Ranks:
 def test_cached_code_follows_the_ranks_decisions(decided, is_variant, taken, asked):
     cached = CachedCode(tuple(Decision(topic, (), "as cached") for topic in ("forward", "backward")), (), PLAN)
     ranks = Ranks(**decided)
-    found = taken_by_all(cached, ranks, (), (), is_variant=is_variant)
+    found, can_share = taken_by_all(cached, ranks, (), (), is_variant=is_variant, key="a key")
     assert (found is cached, ranks.asked) == (taken, asked)
+    # with code that it may not take, it is as a rank without code
+    assert can_share == (decided == {"forward": "otherwise"})
     assert ranks.decided == ({"forward": "as cached", "backward": "as cached"} if taken else decided)
+
+
+@pytest.mark.parametrize("key", ["a key", None])
+def test_one_rank_may_compile_if_the_cache_will_have_its_code(key):
+    assert taken_by_all(None, Ranks(), (), (), is_variant=False, key=key) == (None, key is not None)
 
 
 def test_notes_are_plain_text():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,6 +17,8 @@ from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compiler import compilation
 from compiled_fsdp.passes import recompute
+from compiled_fsdp.ranks.agreement import Agreement, Follows
+from compiled_fsdp.ranks.question import Signature
 from compiled_fsdp.runtime import prefetcher, reducer
 from compiled_fsdp.state.unit import Unit
 from tests.fuzz import execute
@@ -124,12 +127,12 @@ def _reloads_late() -> AbstractContextManager[Any]:
 
 
 def _shares_host_memory() -> AbstractContextManager[Any]:
-    """Activations of equal shape have the same host memory, which is written again while it is needed."""
-    allocate = host_copies._host_memory
-    known: dict[Any, torch.Tensor] = {}
+    """All activations have the same host memory, which is written again while it is needed."""
+    memory = torch.empty(2**26, dtype=torch.uint8)
 
     def shared(like: torch.Tensor) -> torch.Tensor:
-        return known.setdefault((like.shape, like.stride(), like.dtype), allocate(like))
+        own = memory[: like.numel() * like.element_size()]
+        return own.view(like.dtype).as_strided(like.size(), like.stride())
 
     return mock.patch.object(host_copies, "_host_memory", shared)
 
@@ -151,17 +154,24 @@ def _exceeds_the_budget() -> AbstractContextManager[Any]:
 
 
 def _chooses_by_rank() -> AbstractContextManager[Any]:
-    """Under a memory budget, odd ranks compute everything again, although the ranks agreed on something else."""
-    cut = compilation.cut
+    """Under a memory budget, odd ranks compute everything again and plan for that, whatever the ranks agree on."""
+    agree = Agreement.agree
 
-    def by_rank(joint: Any, ctx: Any, *, agree: Callable[[str, Any], Any], **named: Any) -> Any:
-        def agree_by_rank(topic: str, propose: Callable[[], Any]) -> Any:
-            found = agree(topic, propose)
-            return (10**6, 0) if "computed again" in topic and dist.get_rank() % 2 else found
+    def own(
+        self: Agreement, signature: Signature, topic: str, propose: Callable[[], str], *more: Any, **named: Any
+    ) -> str:
+        try:
+            found = agree(self, signature, topic, propose, *more, **named)
+        except Follows:
+            found = ""
+        if dist.get_rank() % 2 and "memory_budget=None" not in signature[0]:
+            if "computed again" in topic:
+                return json.dumps([10**6, 0])
+            if topic in ("forward", "backward"):
+                return propose()
+        return found
 
-        return cut(joint, ctx, agree=agree_by_rank, **named)
-
-    return mock.patch.object(compilation, "cut", by_rank)
+    return mock.patch.object(Agreement, "agree", own)
 
 
 MUTATIONS: dict[str, Mutation] = {
