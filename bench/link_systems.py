@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import functional_fsdp, wire
 from bench.link_models import MLP, Llama
-from compiled_fsdp import WirePolicy, compiled_autograd, fully_shard
+from compiled_fsdp import WirePolicy, compiled_autograd, explain, fully_shard
+from compiled_fsdp.errors import OverBudget
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 
 Shard = Callable[..., Any]
@@ -137,12 +138,17 @@ def _compiled_fsdp(setting: Setting) -> Training:
 def _budget(share: float, setting: Setting) -> Training:
     """Train within a share of the peak that is planned for "compiled_fsdp", which must be there.
 
-    Without optimizer state, because SGD has none. With AdamW's it would be half of what float32 parameters hold.
+    If that is too little, within the least budget that fits. Without optimizer state, because SGD has none. With
+    AdamW's it would be half of what float32 parameters hold.
     """
     free = [graph for graph in COMPILE_LOG.graphs if graph.budget is None]
     peak = max(graph.numbers.peak - graph.tasks.persistent // 2 for graph in free if graph.numbers and graph.tasks)
     options = {"memory_budget": round(share * peak), "optimizer_bytes_per_element": 0, "offload_activations": True}
     model = setting.sharded(fully_shard)
+    try:
+        explain(model, setting.x, options=options)
+    except OverBudget as error:
+        options["memory_budget"] = error.least
     return setting.training(model, torch.compile(model, backend="compiled_fsdp", options=options))
 
 

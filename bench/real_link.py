@@ -22,7 +22,8 @@ With ``--accumulate`` a step has four microbatches of the whole batch size each.
 in every microbatch. "accumulate_wait" reduces in the last one only, and keeps parameters unsharded up to it. FSDP2 and
 compiled_fsdp get the same calls.
 
-With ``--budgets`` the systems have memory budgets: "budget_60" has 60 % of the planned peak of compiled_fsdp.
+With ``--budgets`` the systems have memory budgets: "budget_60" has 60 % of the planned peak of compiled_fsdp, or the
+least that fits, if that is more.
 
 With ``--wire`` the systems differ in the codecs of gathers and reductions (for example "wire_int8" has
 ``WirePolicy("int8", "int8")``). Beside them run the exact systems, mixed precision in bfloat16 ("bf16", "fsdp2_bf16"),

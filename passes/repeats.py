@@ -6,6 +6,7 @@ by Kasai et al., "Linear-time longest-common-prefix computation in suffix arrays
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,31 +15,36 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Repeat:
-    """A run of ``length`` numbers that begins at each of ``starts``; its occurrences do not overlap."""
+    """A run of ``length`` numbers that begins at each of ``starts``; its occurrences do not overlap.
+
+    ``weight`` is the sum of the numbers' weights.
+    """
 
     length: int
     starts: tuple[int, ...]
+    weight: int
 
     @property
     def saved(self) -> int:
-        """How many numbers need no handling of their own."""
-        return (len(self.starts) - 1) * self.length
+        """The weight of the numbers that need no handling of their own."""
+        return (len(self.starts) - 1) * self.weight
 
 
-def repeats(sequence: Sequence[int], least: int) -> list[Repeat]:
+def repeats(sequence: Sequence[int], weights: Sequence[int], least: int) -> list[Repeat]:
     """Return repeated runs that have no place in common, the ones that save most first.
 
     Each is the best one after those before it, which need not be the best set of runs: to find that is NP-hard.
 
-    For example, ``repeats([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], least=2)`` is one run of 3 numbers at 0, 4 and 8.
+    For example, in ``[1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3]`` one run of 3 numbers begins at 0, 4 and 8.
 
     Args:
         sequence: equal numbers mean equal things. A number that occurs once ends every run.
-        least: the least length of a run.
+        weights: of the numbers; equal ones have the same.
+        least: the least weight of a run.
     """
-    numbers = np.asarray(sequence, dtype=np.int64)
+    numbers, upto = np.asarray(sequence, dtype=np.int64), [0, *itertools.accumulate(weights)]
     found: list[Repeat] = []
-    while len(numbers) >= 2 * least and (best := _best(numbers, least)) is not None:
+    while (best := _best(numbers, upto, least)) is not None:
         found.append(best)
         numbers = numbers.copy()
         for start in best.starts:  # no further run may contain these places
@@ -46,19 +52,31 @@ def repeats(sequence: Sequence[int], least: int) -> list[Repeat]:
     return found
 
 
-def _best(numbers: np.ndarray, least: int) -> Repeat | None:
+def _best(numbers: np.ndarray, upto: Sequence[int], least: int) -> Repeat | None:
+    if len(numbers) < 2:
+        return None
     order = _sorted_suffixes(numbers)
-    # By the most that each could save, if its occurrences did not overlap.
-    runs = sorted(_common(_prefixes(numbers, order), least), key=lambda run: -run[0] * (run[2] - run[1]))
+
+    def weight(run: tuple[int, int, int]) -> int:
+        start = int(order[run[1]])
+        return upto[start + run[0]] - upto[start]
+
+    def most(run: tuple[int, int, int]) -> int:
+        """The most that a run can save: not all of its occurrences may fit into the sequence side by side."""
+        length, first, last = run
+        return weight(run) * min(last - first, len(numbers) // length - 1)
+
     best: Repeat | None = None
-    for length, first, last in runs:
-        if best is not None and length * (last - first) <= best.saved:
+    runs = [run for run in _common(_prefixes(numbers, order)) if weight(run) >= least]
+    for run in sorted(runs, key=most, reverse=True):
+        length, first, last = run
+        if best is not None and most(run) <= best.saved:
             break
         starts: list[int] = []
         for start in sorted(order[first : last + 1].tolist()):
             if not starts or start >= starts[-1] + length:
                 starts.append(start)
-        repeat = Repeat(length, tuple(starts))
+        repeat = Repeat(length, tuple(starts), weight(run))
         if repeat.saved and (best is None or repeat.saved > best.saved):
             best = repeat
     return best
@@ -97,14 +115,13 @@ def _prefixes(numbers: np.ndarray, order: np.ndarray) -> list[int]:
     return common
 
 
-def _common(common: Sequence[int], least: int) -> Iterator[tuple[int, int, int]]:
+def _common(common: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (length, first, last) for each range of suffixes that have a prefix of so many numbers in common."""
     open_ranges: list[tuple[int, int]] = []  # length and first, of growing length
     for i, length in enumerate([*common, 0]):
         first = i - 1
         while open_ranges and open_ranges[-1][0] > length:
             known, first = open_ranges.pop()
-            if known >= least:
-                yield known, first, i - 1
+            yield known, first, i - 1
         if length and (not open_ranges or open_ranges[-1][0] < length):
             open_ranges.append((length, first))

@@ -5,7 +5,10 @@
 Launches and waits stay where the plan has them, outside of these functions. Two runs of calls share a function if they
 call the same ops with the same constants on tensors of the same sizes, strides and types, connected in the same way,
 and if the graph needs the same of their results. Inductor fuses nothing across the border of a function, so borders are
-where nothing would be fused, and short runs stay as they are. Graphs with symbolic sizes stay as they are, too.
+where nothing would be fused, and short runs stay as they are.
+
+These graphs stay as they are: with symbolic sizes; with convolutions, whose layouts Inductor chooses for the graph as a
+whole; and under a memory budget, because a function cannot write its results over tensors that it is given.
 """
 
 # Why: docs/design/torch.md, "Inductor generates repeated compute once"
@@ -16,14 +19,16 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from compiled_fsdp.passes.cost.fusion import users_of
-from compiled_fsdp.passes.graph import NOT_STORED, OVERWRITES, draws_numbers, is_getitem
+from compiled_fsdp.passes.cost.fusion import mark_memory, users_of
+from compiled_fsdp.passes.graph import NOT_STORED, aten, calls, draws_numbers, is_getitem, prims
+from compiled_fsdp.passes.memory import storage_bytes
 from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.repeats import repeats
 from compiled_fsdp.passes.views import is_view
@@ -34,12 +39,21 @@ if TYPE_CHECKING:
 LEAST = 12
 """The least number of calls in a function, without views."""
 _NAME = "repeated_{}"
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+_COPIES = (
+    aten.cat.default, aten.clone.default, aten.repeat.default, aten._to_copy.default, aten.constant_pad_nd.default,
+    prims.convert_element_type.default, aten.pow.Tensor_Scalar, aten.copy.default,
+)  # fmt: skip
+_FAR = 64  # calls
+_SMALL = 8  # a tensor is small beside one that is so many times as large
 _ALIGNED = 16  # bytes: Inductor's code depends on whether a tensor begins at a multiple of them
 
 
 def share(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace repeated runs of compute by calls of functions."""
-    groups = list(_equal_runs(gm, keeps_budget=ctx.rules.budget is not None))
+    if ctx.rules.budget is not None or calls(gm, *_CONVOLUTIONS):
+        return gm
+    groups = list(_equal_runs(gm))
     for number, (first, *_) in enumerate(groups):  # all of them before any run is replaced
         setattr(gm, _NAME.format(number), _function(first))
     replaced: dict[Node, Node] = {}
@@ -70,47 +84,58 @@ class _Run:
     form: tuple[Any, ...]
 
 
-def _equal_runs(gm: GraphModule, *, keeps_budget: bool) -> Iterator[list[_Run]]:
+def _equal_runs(gm: GraphModule) -> Iterator[list[_Run]]:
     """Yield lists of equal runs, which have no call in common."""
-    sequence: list[Node] = []
-    numbers: list[int] = []
+    sequence = [node for node in gm.graph.nodes if node.op == "call_function" and not _is_passed_through(node)]
+    if not any(NOT_STORED in node.meta for node in sequence):  # no plan was made
+        mark_memory(gm)
+    blocks = list(_blocks(sequence))
     known: dict[Any, int] = {}
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or _is_passed_through(node):
-            continue
-        sequence.append(node)
-        key = _form_of_call(node) if _is_compute(node) else node
-        numbers.append(known.setdefault(key, len(known)))
-    is_border = _borders(sequence, keeps_budget=keeps_budget)
-    for repeat in repeats(numbers, LEAST):
-        ends = [end for end in range(repeat.length + 1) if all(is_border[start + end] for start in repeat.starts)]
-        if not ends or ends[-1] - ends[0] < LEAST:
-            continue
+    numbers = [known.setdefault(key, len(known)) for key, _ in blocks]
+    for repeat in repeats(numbers, [len(block) for _, block in blocks], LEAST):
         by_form: dict[Any, list[_Run]] = {}
         for start in repeat.starts:
-            run = _run(sequence[start + ends[0] : start + ends[-1]])
+            run = _run([call for _, block in blocks[start : start + repeat.length] for call in block])
             if run is not None:
                 by_form.setdefault(run.form, []).append(run)
         yield from (runs for runs in by_form.values() if len(runs) > 1)
 
 
-def _borders(sequence: Sequence[Node], *, keeps_budget: bool) -> list[bool]:
-    """Return for each place in front of a call, and for the end, whether no kernel would be fused across it.
+def _blocks(sequence: Sequence[Node]) -> Iterator[tuple[Any, Sequence[Node]]]:
+    """Yield the calls between two places where a function may begin or end, with a key that equal blocks share."""
+    is_border, apart = _borders(sequence)
+    for first, end in pairwise(place for place, may in enumerate(is_border) if may):
+        calls = sequence[first:end]
+        if all(_is_compute(call) and call not in apart for call in calls):
+            yield tuple(map(_form_of_call, calls)), calls
+        else:
+            yield first, calls
 
-    ``keeps_budget``: neither may a kernel take over the memory of a tensor across it, so that functions hold no more
-    memory than is planned.
+
+def _borders(sequence: Sequence[Node]) -> tuple[list[bool], set[Node]]:
+    """Return for each place in front of a call, and for the end, whether a function may begin or end there.
+
+    No kernel may be fused across it, but for the sake of small tensors, as the statistics of a norm. Nor may the result
+    of a copy pass it: Inductor removes copies that do nothing, and a function must not return a tensor that it was
+    given, or one tensor twice.
+
+    Also return the calls that no function may contain, because Inductor computes them where they are read, far away.
     """
     place = {node: i for i, node in enumerate(sequence)}
     inside = [0] * (len(sequence) + 1)  # +1 where something begins that must not be cut, -1 where it has ended
+    apart: set[Node] = set()
     for node, at in place.items():
         users = {place[user]: user for user in users_of(node) if user in place}
-        if not users:
+        if not users or not (NOT_STORED in node.meta or node.target in _COPIES):
             continue
-        last = max(users)
-        if NOT_STORED in node.meta or (keeps_budget and OVERWRITES in users[last].meta):
-            inside[at + 1] += 1
-            inside[last + 1] -= 1
-    return [depth == 0 for depth in itertools.accumulate(inside)]
+        if node.target not in _COPIES and _SMALL * storage_bytes(node) <= max(map(storage_bytes, users.values())):
+            continue
+        if min(users) - at > _FAR:
+            apart.add(node)
+            continue
+        inside[at + 1] += 1
+        inside[max(users) + 1] -= 1
+    return [depth == 0 for depth in itertools.accumulate(inside)], apart
 
 
 def _is_passed_through(node: Node) -> bool:
@@ -124,7 +149,16 @@ def _is_compute(node: Node) -> bool:
         return False
     if schema_of(node.target).written or draws_numbers(node):
         return False
-    return all(_is_static(each.meta.get("val")) for each in (node, *node.all_input_nodes))
+    if node.target in _COPIES and not all(user.op == "call_function" for user in users_of(node)):
+        return False  # it would be a result of a function
+    return _is_static(node.meta.get("val")) and all(map(_comes_from_static, node.all_input_nodes))
+
+
+def _comes_from_static(node: Node) -> bool:
+    """Whether a tensor, and what it is a view of, have no symbolic size."""
+    if not _is_static(node.meta.get("val")):
+        return False
+    return not _is_passed_through(node) or all(map(_comes_from_static, node.all_input_nodes))
 
 
 def _is_static(value: Any) -> bool:

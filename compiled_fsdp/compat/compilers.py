@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._triton import has_triton_package as has_triton_package
 
+from compiled_fsdp.compat import patches
 from compiled_fsdp.compat.code_cache import CacheConsultant, OnRun, Take, code_caches_are_on
 from compiled_fsdp.compat.retained_graphs import retains_graphs
 from compiled_fsdp.compat.scheduler import PlannedOrder
@@ -120,7 +121,7 @@ def inductor_compile(
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         gm = rewrite(gm, phase)
         wanted = config.triton.cudagraphs or bool(kwargs.get("cudagraphs"))
-        if not (wanted or config.cpp_wrapper):
+        if not (wanted or config.cpp_wrapper) and patches.fits(patches.SUBGRAPHS):
             gm = finish(gm, phase)
         if wanted and not may_be_captured(gm):
             kwargs["cudagraphs"] = BoxedBool(False)
@@ -136,26 +137,40 @@ def inductor_compile(
         result.current_callable = _watched(result.current_callable, on_run)
         return result
 
-    patches: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if mode is not None:
-        patches.update(inductor.list_mode_options(mode))
-    patches.update({name.replace("-", "_"): value for name, value in user_options.items()})
+        settings.update(inductor.list_mode_options(mode))
+    settings.update({name.replace("-", "_"): value for name, value in user_options.items()})
     known = config.get_config_copy()
-    patches |= {name: value for name, value in _RESERVED_OPTIONS.items() if name in known} | {
+    settings |= {name: value for name, value in _RESERVED_OPTIONS.items() if name in known} | {
         "custom_partitioner_fn": Partition()
     }
-    patches |= PlannedOrder(key, keeps_order, trusts).options
+    settings |= PlannedOrder(key, keeps_order, trusts).options
     if not reuse_buffers:
-        patches["allow_buffer_reuse"] = False
+        settings["allow_buffer_reuse"] = False
     # With CUDA graphs, ``may_be_captured`` decides on each graph while it is compiled. Cached code does not have the
     # answer.
-    wants_cuda_graphs = patches.get("triton.cudagraphs", config.triton.cudagraphs)
+    wants_cuda_graphs = settings.get("triton.cudagraphs", config.triton.cudagraphs)
     is_cached = take_cached is not None and code_caches_are_on() and not wants_cuda_graphs
     consultant = CacheConsultant(take_cached or (lambda found, key: None), _watched)
     aot_config = {**_AOT_CONFIG, "enable_autograd_cache": is_cached}
-    with functorch_config.patch(aot_config), consultant.at_work(), retains_graphs():
-        code: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+    own_inputs = patches.installed(patches.SUBGRAPHS, _with_own_inputs)
+    with functorch_config.patch(aot_config), consultant.at_work(), retains_graphs(), own_inputs:
+        code: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=settings)
     return code
+
+
+def _with_own_inputs(init: Callable[..., None]) -> Callable[..., None]:
+    """Return an ``__init__`` of the lowering of a nested graph that forgets which inputs of the whole graph may die.
+
+    Torch looks the numbers of those inputs up by the places of the nested graph's own inputs.
+    """
+
+    def own_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.bw_donated_idxs = None
+
+    return own_init
 
 
 def aot_compile(

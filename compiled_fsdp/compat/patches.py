@@ -170,6 +170,15 @@ CACHED_CODE = Patch(
     CACHE_LOOKUP.lost,
     CACHE_LOOKUP.instead,
 )
+SUBGRAPHS = Patch(
+    "torch._inductor.graph:SubgraphLowering",
+    "__init__",
+    (("self", "parent"),),
+    "while torch compiles",
+    "Functions of a backward graph do not take their inputs for saved tensors of the graph, which they could overwrite.",
+    "Inductor generates code for each of several equal layers.",
+    "inputs of nested graphs that are nobody's saved tensors (pytorch/pytorch#192840)",
+)
 PRE_HOOKS = Patch(
     "torch._dynamo.compiled_autograd:AutogradCompilerInstance",
     "reorder_pre_hook_nodes_to_mimic_eager",
@@ -193,8 +202,8 @@ REUSED_REGIONS = Patch(
 )
 
 PATCHES = (
-    STANCE, BREAKS, AFTER_BREAKS, UNUSED_INPUT, RECOMPILE_LIMIT, KEPT_GRAPHS, CACHE_LOOKUP, CACHED_CODE, PRE_HOOKS,
-    REUSED_REGIONS,
+    STANCE, BREAKS, AFTER_BREAKS, UNUSED_INPUT, RECOMPILE_LIMIT, KEPT_GRAPHS, CACHE_LOOKUP, CACHED_CODE, SUBGRAPHS,
+    PRE_HOOKS, REUSED_REGIONS,
 )  # fmt: skip
 """All replacements."""
 

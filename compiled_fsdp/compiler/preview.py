@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from compiled_fsdp.base.progress import stage
 from compiled_fsdp.compat.compilers import aot_compile
 from compiled_fsdp.compat.nested_regions import inline_nested_regions
 from compiled_fsdp.compat.previews import (
@@ -153,7 +154,7 @@ def planned_graphs(
             return tuple(report for report in planned.reports if report.reads)
         raise AssertionError("Dynamo has run the call that it was to trace")
 
-    with dynamo_untouched(), _meta_allowed(units_of(model)), warnings.catch_warnings():
+    with stage("planning a step"), dynamo_untouched(), _meta_allowed(units_of(model)), warnings.catch_warnings():
         warnings.filterwarnings("error", message=f".*{_NO_GRADIENT}")
         try:
             return reports(errors_at_graph_breaks()), ()

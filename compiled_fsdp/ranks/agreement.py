@@ -194,7 +194,7 @@ class Agreement:
             while True:
                 name = self._begin_round(f"came to the {question}")
                 with self._telling_of_errors(name):
-                    posted = self._posted(name, question, while_alive=True)
+                    posted = self._posted(name, question, compiling=self._leader)
                     if posted.question.topic == CODE:
                         self._last_round = name
                         self._decisions[posted.question.signature, CODE, ()] = posted.decision
@@ -344,10 +344,10 @@ class Agreement:
             raise RanksDiffer(problem)
         return posted.decision, posted.question
 
-    def _posted(self, name: str, question: Question, *, while_alive: bool = False) -> Posted:
-        """Wait for the leader's post in a round; ``while_alive`` is that of ``wait_for``."""
+    def _posted(self, name: str, question: Question, *, compiling: int | None = None) -> Posted:
+        """Wait for the leader's post in a round; ``compiling`` is that of ``wait_for``."""
         late = f"rank {self._leader} of the group posted no plan for the {question}"
-        text = self._wait(name, "plan", late, while_alive=while_alive)
+        text = self._wait(name, "plan", late, compiling=compiling)
         try:
             posted = Posted.from_json(text)
         except Unfit as error:
@@ -371,7 +371,7 @@ class Agreement:
         self._store.set(f"{name}/done", problem)
 
     # ---- waiting for the others --------------------------------------------------------------------------------------
-    def _wait(self, name: str, key: str, waiting_for: str, *, while_alive: bool = False) -> str:
+    def _wait(self, name: str, key: str, waiting_for: str, *, compiling: int | None = None) -> str:
         """Wait for the post under a round's key. If a rank is gone, end the round for all ranks."""
         number = int(name.removesuffix("/again").rpartition("/")[2])
 
@@ -386,7 +386,7 @@ class Agreement:
             missing,
             told_at=[f"{name}/done"],
             on_gone=end,
-            while_alive=while_alive,
+            compiling=compiling,
         )
 
 

@@ -70,6 +70,11 @@ def _beat(liveness: Liveness, stop: threading.Event) -> None:
         log.debug("this rank's heartbeat could not be posted: %s", error)
 
 
+def sign_of(liveness: Liveness, rank: int) -> str:
+    """The latest sign of life of a rank, another one every few seconds while it compiles; "" if it does not."""
+    return liveness.value(_key(liveness, rank)) or ""
+
+
 class Gone(NamedTuple):
     """A rank that is gone.
 

@@ -33,6 +33,7 @@ class SharedCompile:
 
     def begin(self, name: str, leader: int) -> None:
         """Note the round in which the ranks were asked about code, the same on all ranks, and the rank that leads."""
+        self.say_that_code_is_kept()  # Dynamo has restarted the compile that others wait for: let them look and go on
         self._here, self._leader = f"{name}/on {machine_id()}", leader
 
     def end(self) -> None:
@@ -68,7 +69,7 @@ class SharedCompile:
         late = f"rank {self._compiler} of the group did not finish the code for this machine"
         with naming_a_lost_store("waited for code", self._liveness):
             key = f"{self._here}/kept"
-            problem = wait_for(self._liveness, key, late, lambda: [self._compiler], while_alive=True)
+            problem = wait_for(self._liveness, key, late, lambda: [self._compiler], compiling=self._compiler)
         if problem:
             raise RanksDiffer(problem)
 

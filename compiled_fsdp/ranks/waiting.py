@@ -10,7 +10,7 @@ from compiled_fsdp.base.logs import rank
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.base.progress import BETWEEN, Stage, stage
 from compiled_fsdp.ranks.failures import RanksDiffer, problem_key
-from compiled_fsdp.ranks.heartbeat import Gone, Watch
+from compiled_fsdp.ranks.heartbeat import Gone, Watch, sign_of
 from compiled_fsdp.ranks.liveness import Liveness
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.2  # seconds between two looks into the store
@@ -29,7 +29,7 @@ def wait_for(
     told_at: Sequence[str] = (),
     on_gone: Callable[[Gone, str], object] = lambda *_: None,
     on_late: Callable[[], object] = int,
-    while_alive: bool = False,
+    compiling: int | None = None,
 ) -> str:
     """Wait for a post under a key, and return it.
 
@@ -42,13 +42,13 @@ def wait_for(
         told_at: keys, besides the group's, under which the reason may be posted if a rank is gone.
         on_gone: called with a rank that is gone and the error message.
         on_late: called while the wait lasts, for the first time after half a second.
-        while_alive: wait as long as the other ranks live, because one of them compiles for this one.
+        compiling: a rank that compiles for this one. As long as it gives signs of life, the timeout begins anew.
 
     Raises:
         RanksDiffer: nothing is posted within the group's timeout, or a rank is gone.
     """
     with stage("waiting for other ranks") as own:
-        return _wait_for(liveness, key, waiting_for, missing, told_at, on_gone, on_late, while_alive, own)
+        return _wait_for(liveness, key, waiting_for, missing, told_at, on_gone, on_late, compiling, own)
 
 
 def _wait_for(
@@ -59,15 +59,16 @@ def _wait_for(
     told_at: Sequence[str],
     on_gone: Callable[[Gone, str], object],
     on_late: Callable[[], object],
-    while_alive: bool,
+    compiling: int | None,
     own: Stage,
 ) -> str:
     began = checked = named = time.monotonic()
-    watch, seconds = Watch(liveness), liveness.timeout.total_seconds()
+    watch, seconds, sign = Watch(liveness), liveness.timeout.total_seconds(), ""
+    until = began + seconds
     # The store's own wait is not used, because a TCPStore logs two warnings for each wait that ends without an answer.
     while (value := liveness.value(key)) is None:
         now = time.monotonic()
-        if now >= began + seconds and not while_alive:
+        if now >= until:
             raise RanksDiffer(
                 f"compiled_fsdp: {waiting_for} within {liveness.timeout}; another rank failed, runs another model, or "
                 "compiles for longer than the process group's timeout (init_process_group(timeout=...)). "
@@ -76,6 +77,8 @@ def _wait_for(
         if now - checked >= (_SECONDS_BETWEEN_LIVENESS_CHECKS if checked != began else _SECONDS_BEFORE_CALLING):
             checked = now
             on_late()
+            if compiling is not None and (latest := sign_of(liveness, compiling)) not in ("", sign):
+                sign, until = latest, now + seconds
             if own.is_long and rank() == 0 and now - named >= BETWEEN / 2:
                 named = now
                 own.text = f"waiting for {_ranks(missing())}"
@@ -87,7 +90,7 @@ def _wait_for(
                 on_gone(gone, problem)
                 raise RanksDiffer(problem)
         pause = min(max(_PAUSE * (now - began), _SHORTEST_PAUSE), _LONGEST_PAUSE)
-        time.sleep(pause if while_alive else min(pause, max(began + seconds - now, 0.0)))
+        time.sleep(min(pause, max(until - now, 0.0)))
     return value
 
 

@@ -4,6 +4,7 @@ import functools
 import re
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from compiled_fsdp import Options, compiled_autograd, explain, fully_shard
+from compiled_fsdp.passes import cut
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.ranks.failures import RanksDiffer
@@ -190,3 +192,31 @@ def test_torchs_own_budget_is_refused_beside_ours():
 def test_a_bad_choice_names_the_option(choice):
     with pytest.raises(ValueError, match=r"'offload_activations'.*but got"):
         Options(offload_activations=choice)
+
+
+def test_copies_make_room_for_parameters_that_are_kept():
+    """Compute hides copies, but not the gathers of a slow network: so activations leave, and parameters stay."""
+    network = replace(SLOW.inside, bytes_per_second=2e9)
+    hardware = replace(SLOW, inside=network, between=network, host_copy=100e9, gather={}, reduce={})
+
+    def graphs(budget: int | None) -> tuple[GraphReport, ...]:
+        options = {"hardware": hardware, "reshard_after_forward": "auto", "offload_activations": True}
+        with fake_group(4):
+            model = shard(small(dim=64, blocks=3), fully_shard)
+            compiled(model, memory_budget=budget, **options)(batch(0, 0, size=SIZE)[0]).sum().backward()
+            return explain(model).graphs
+
+    def seconds(graphs: tuple[GraphReport, ...]) -> float:
+        return sum(graph.simulation.seconds for graph in graphs)
+
+    def kept(graphs: tuple[GraphReport, ...]) -> int:
+        return len(graphs[0].tasks.gathers) - len(graphs[1].tasks.gathers)
+
+    peak = max(graph.simulation.peak for graph in graphs(None))
+    budget = int(0.75 * peak)
+    together = graphs(budget)
+    with mock.patch.object(cut._Cuts, "_that_make_room", lambda self, first: iter([first])):
+        apart = graphs(budget)
+    assert kept(together) > kept(apart)
+    assert seconds(together) < seconds(apart)
+    assert max(graph.simulation.peak for graph in together) <= budget

@@ -1,20 +1,27 @@
 """Compute that layers repeat becomes a function."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
+from torch._inductor import graph as lowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compiled_fsdp import fully_shard
 from compiled_fsdp.passes.cost.fusion import mark_memory
 from compiled_fsdp.passes.graph import calls
 from compiled_fsdp.passes.share import share
+from tests.harness import compiled
+from tests.harness.fake import fake_group
 from tests.passes.graphs import context, launch_sum, wait
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -32,11 +39,11 @@ def shared(function: Callable[..., Any], *inputs: Tensor, tracing: str = "fake")
 
 
 def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """Eighteen calls without views."""
+    """Nineteen calls without views. The last one is a product, so that nothing is fused across a layer's end."""
     y = x @ w.t()
     for _ in range(5):
         y = torch.tanh(y * 2 + b)
-    return x + y / 3
+    return (x + y / 3) @ w
 
 
 def layers(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -167,7 +174,7 @@ def test_several_results_and_views_of_them():
             values, _ = torch.sort(y, dim=1)
             mean, deviation = torch.var_mean(values, dim=1, keepdim=True)
             first, second = (y * mean).t().split(2)
-            x = torch.cat([first, second]).t() + deviation
+            x = (torch.cat([first, second]).t() + deviation) @ w
             parts.append(first.t()[:1])  # a view, which is used outside
         return torch.cat([x, *(part.repeat(1, 2) for part in parts)])
 
@@ -227,4 +234,125 @@ def test_a_border_is_where_nothing_would_be_fused():
     (name,) = {node.args[1] for node in calls(after, INVOKE)}
     results = getattr(after, name).graph.output_node().all_input_nodes
     assert [str(result.target) for result in results] == ["aten.mm.default"]
+    assert same(before, after, inputs)
+
+
+# ---- code ------------------------------------------------------------------------------------------------------------
+class Layer(nn.Module):
+    """Its backward needs what forward saves more than once, and the gradient of its input is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.gate, self.down = (
+            nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        gated = F.silu(self.gate(y)) * self.up(y)
+        return x + self.down(gated * torch.sigmoid(gated)).tanh() * y
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(5))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        first = x = x * scale
+        for layer in self.layers:
+            x = layer(x)
+        return (x * first).sum()  # the first input is needed until the end
+
+
+def grads(*without: str) -> tuple[list[Tensor], Counter[str]]:
+    """The gradients of two steps with Inductor, and how many functions each phase has."""
+    torch.manual_seed(0)
+    found, functions = [], Counter()
+
+    def note(gm: GraphModule, ctx: Any) -> GraphModule:
+        functions[ctx.phase] += len(calls(share(gm, ctx), INVOKE))
+        return gm
+
+    noting = mock.patch("compiled_fsdp.compiler.compilation.INDUCTOR_PASSES", (note,) * (not without))
+    with fake_group(2), noting, torch.compiler.config.patch(force_disable_caches=True):
+        model = Layers()
+        for layer in model.layers:
+            fully_shard(layer)
+        run = compiled(fully_shard(model), codegen="inductor")
+        x, scale = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+        for _ in range(2):
+            loss = run(x, scale)
+            loss.backward()
+            found += [loss.detach(), x.grad.clone(), scale.grad.clone()]
+            found += [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    return found, functions
+
+
+def test_inductors_code_computes_the_same():
+    """In forward and in backward, where Inductor may write over what forward has saved, but not inside of functions."""
+    actual, functions = grads()
+    expected, _ = grads("share")
+    assert functions["forward"] >= 3
+    assert functions["backward"] >= 3
+    for mine, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_functions_may_not_overwrite_what_they_are_given():
+    """Torch counts their inputs as the graph's, some of which a backward may overwrite."""
+    of_graphs: list[Any] = []
+    of_functions: list[Any] = []
+    find, run = lowering.get_donated_idxs, lowering.SubgraphLowering.run
+
+    def found() -> Any:
+        of_graphs.append(find())
+        return of_graphs[-1]
+
+    def noting(self: Any, *inputs: Any) -> Any:
+        of_functions.append(self.bw_donated_idxs)
+        return run(self, *inputs)
+
+    with (
+        mock.patch.object(lowering, "get_donated_idxs", found),
+        mock.patch.object(lowering.SubgraphLowering, "run", noting),
+    ):
+        grads()
+    assert any(of_graphs)
+    assert of_functions
+    assert not any(of_functions)
+
+
+def test_a_graph_under_a_budget_stays():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(each) for each in tensors(3)]
+    gm = make_fx(layers)(*fakes)
+    assert not calls(share(gm, context([], budget=10**9)), INVOKE)
+
+
+def test_a_view_of_something_symbolic():
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        return layers(x[:1] + 1, *parameters)
+
+    _, after = shared(function, *tensors(3), tracing="symbolic")
+    assert not calls(after, INVOKE)
+
+
+def test_a_function_does_not_return_a_copy():
+    """Inductor would remove it, and not know that two of its names are one tensor."""
+
+    def function(x: Tensor, *parameters: Tensor) -> list[Tensor]:
+        found = []
+        for w, b in zip(parameters[::2], parameters[1::2], strict=True):
+            x = layer(x, w, b)
+            found.append(x.clone())
+            x = (x.clone() + 1) @ w
+        return [x, *found]
+
+    inputs = tensors(4)
+    before, after = shared(function, *inputs)
+    assert len(calls(after, INVOKE)) >= 3
+    for _, body in after.named_children():
+        results = body.graph.output_node().all_input_nodes
+        assert all("clone" not in str(result.target) for result in results)
     assert same(before, after, inputs)

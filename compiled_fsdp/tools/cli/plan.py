@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from compiled_fsdp.base import progress
 from compiled_fsdp.base.files import write_text
 from compiled_fsdp.base.sizes import parse_size, too_small_a_budget
 from compiled_fsdp.passes.cost import Hardware
@@ -225,6 +227,8 @@ def plan(
     console, bar = Console(), Console(stderr=True)
     if not console.is_terminal:
         console = Console(width=WIDTH)
+    if bar.is_terminal:  # the bar has the terminal's last line
+        progress.log.setLevel(logging.ERROR)
 
     def watched(settings: Iterable[Setting]) -> Iterable[Setting]:
         return track(list(settings), "planning", console=bar, disable=not bar.is_terminal, transient=True)
