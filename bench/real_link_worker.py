@@ -34,8 +34,8 @@ LEAST_ROUNDS = 3
 class Record:
     """The measurements of one system: seconds and bytes. Lists have one entry per round.
 
-    ``loss`` is the last step's. ``predicted_s`` is the planner's prediction for a step, if compiled_fsdp planned it, and
-    ``predicted_parts_s`` has the seconds of its "compute" alone, of its "collectives" alone, and of its "contention".
+    ``loss`` is the last step's. ``predicted_s`` is the planner's prediction for a step, if compiled_fsdp planned it.
+    ``predicted_parts_s`` has the seconds of its "compute" alone, its "collectives" alone, and its "contention".
     ``budget_bytes`` is its memory budget, and ``for_backward`` says what forward leaves under it.
     """
 

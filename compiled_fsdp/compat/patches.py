@@ -175,7 +175,7 @@ SUBGRAPHS = Patch(
     "__init__",
     (("self", "parent"),),
     "while torch compiles",
-    "Functions of a backward graph do not take their inputs for saved tensors of the graph, which they could overwrite.",
+    "Functions in a backward graph do not take what they are given for saved tensors, which they could overwrite.",
     "Inductor generates code for each of several equal layers.",
     "inputs of nested graphs that are nobody's saved tensors (pytorch/pytorch#192840)",
 )

@@ -71,10 +71,13 @@ MODELS = {
 
 @pytest.mark.parametrize("name", variants(MODELS, "logits", "biases"))
 def test_count_is_what_the_code_allocates(name):
-    """Never less, and at most 8 % more; the code of torch 2.11 holds less in a backward with checkpoints."""
+    """Never less, and at most 8 % more; the code of torch 2.11 holds less in a backward with checkpoints.
+
+    Without functions for what layers repeat, as under a budget.
+    """
     with fake_group(1), cuda_code() as found:
         model = fully_shard(MODELS[name]().to(torch.bfloat16))
-        run = torch.compile(model, backend="compiled_fsdp", options={"hardware": "h100"})
+        run = torch.compile(model, backend="compiled_fsdp", options={"hardware": "h100", "disable_passes": ["share"]})
         x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
         run(x, torch.zeros(TOKENS, dtype=torch.int64))
     assert [code.phase for code in found.codes] == ["forward", "backward"]

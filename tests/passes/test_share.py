@@ -71,19 +71,15 @@ def test_equal_layers_call_one_function():
     inputs = tensors(3)
     before, after = shared(layers, *inputs)
     assert_expected_inline(
-        after.code.strip(),
+        "\n".join(str(node) + " = " + ", ".join(map(str, node.args)) for node in after.graph.nodes if node.args),
         """\
-def forward(self, arg0_1, arg1_1, arg2_1, arg3_1, arg4_1, arg5_1, arg6_1):
-    repeated_0 = self.repeated_0
-    invoke_subgraph = torch.ops.higher_order.invoke_subgraph(repeated_0, 'repeated_0', arg0_1, arg1_1, arg2_1);  repeated_0 = arg0_1 = arg1_1 = arg2_1 = None
-    getitem = invoke_subgraph[0];  invoke_subgraph = None
-    repeated_1 = self.repeated_0
-    invoke_subgraph_1 = torch.ops.higher_order.invoke_subgraph(repeated_1, 'repeated_0', getitem, arg3_1, arg4_1);  repeated_1 = getitem = arg3_1 = arg4_1 = None
-    getitem_1 = invoke_subgraph_1[0];  invoke_subgraph_1 = None
-    repeated_2 = self.repeated_0
-    invoke_subgraph_2 = torch.ops.higher_order.invoke_subgraph(repeated_2, 'repeated_0', getitem_1, arg5_1, arg6_1);  repeated_2 = getitem_1 = arg5_1 = arg6_1 = None
-    getitem_2 = invoke_subgraph_2[0];  invoke_subgraph_2 = None
-    return getitem_2""",
+invoke_subgraph = repeated_0, repeated_0, arg0_1, arg1_1, arg2_1
+getitem = invoke_subgraph, 0
+invoke_subgraph_1 = repeated_1, repeated_0, getitem, arg3_1, arg4_1
+getitem_1 = invoke_subgraph_1, 0
+invoke_subgraph_2 = repeated_2, repeated_0, getitem_1, arg5_1, arg6_1
+getitem_2 = invoke_subgraph_2, 0
+output = getitem_2""",
     )
     assert len(calls(after, INVOKE)) == 3
     assert same(before, after, inputs)
