@@ -271,7 +271,7 @@ def grads(*without: str) -> tuple[list[Tensor], Counter[str]]:
         return gm
 
     noting = mock.patch("compiled_fsdp.compiler.compilation.INDUCTOR_PASSES", (note,) * (not without))
-    with fake_group(2), noting, torch.compiler.config.patch(force_disable_caches=True):
+    with fake_group(1), noting, torch.compiler.config.patch(force_disable_caches=True):
         model = Layers()
         for layer in model.layers:
             fully_shard(layer)
