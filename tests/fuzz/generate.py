@@ -47,7 +47,7 @@ OPTIONS = {
 }
 
 
-BUDGETS = ("tight(0.2)", "tight(0.4)", "tight(0.6)", "tight(0.8)", "tight(0.95)")
+BUDGETS = ("tight(0)", "tight(0.05)", "tight(0.2)", "tight(0.5)", "tight(0.9)")
 """Memory budgets (`tests/harness/budgets.py`) that most programs keep by computing again, or by copies to host memory.
 """
 
