@@ -37,7 +37,7 @@ format: $(READY)
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-bench: $(READY)  ## all of docs/benchmarks.md into build/bench, as root, over an hour; ARGS=--list says what
+bench: $(READY)  ## all of docs/benchmarks.md into build/bench, as root, over two hours; ARGS=--list says what
 	$(RUN) -m bench.all $(ARGS)
 
 docs: $(SPHINX)  ## the site of docs/ and of the docstrings, into build/site

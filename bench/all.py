@@ -67,10 +67,18 @@ OF_MODELS = (
     "broken,broken_autograd,blocks"
 )
 OF_TWO_MACHINES = "compiled_fsdp,fsdp2,fsdp2_compiled,broken,broken_autograd,blocks"
+OF_BUDGETS = "compiled_fsdp,budget_80,budget_60,budget_45"
 MEASUREMENTS = (
     Measurement("host-time", "python -m bench.gpu --only host", 2, "--quick --codegen aot_eager", tables.host_time),
     Measurement(
         "compile-time", "python -m bench.compile_time --layers 8", 3, "--layers 1 --repeats 1", tables.compile_time
+    ),
+    Measurement(
+        "compile-time-cold",
+        "python -m bench.compile_time --layers 8 32 --cold --repeats 1",
+        6,
+        "--layers 1",
+        tables.compile_time,
     ),
     Measurement("import-time", "python bench/import_time.py", 1, "--runs 2"),
     Measurement("warm-start", "python bench/warm_start.py --runs 3", 5, "--runs 1 --layers 1 --dim 64"),
@@ -90,6 +98,15 @@ MEASUREMENTS = (
         45,
         "--rates 4 --batches 64 --systems compiled_fsdp,broken,floor_compute,floor_wire --repeats 1",
         tables.predictions,
+    ),
+    *(
+        _link(
+            f"memory-budgets{name}",
+            f"--budgets --systems {OF_BUDGETS} {model}--rates 1 --batches 2048 --repeats 3",
+            6,
+            "--rates 1 --batches 256 --systems compiled_fsdp,budget_80 --repeats 1",
+        )
+        for name, model in (("", ""), ("-llama", "--model llama "))
     ),
     _link(
         "slow-link-llama",

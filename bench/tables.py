@@ -37,6 +37,10 @@ SYSTEMS = {
     "accumulate_wait": "compiled_fsdp, wait and keep",
     "fsdp2_accumulate_each": "FSDP2, reduce and reshard",
     "fsdp2_accumulate_wait": "FSDP2, wait and keep",
+    "budget_100": "budget of 100 %",
+    "budget_80": "budget of 80 %",
+    "budget_60": "budget of 60 %",
+    "budget_45": "budget of 45 %, or the least",
 }
 """The titles that docs/benchmarks.md gives to the systems of ``bench.real_link``, in the order of its rows."""
 

@@ -40,11 +40,12 @@ LEAST = 12
 """The least number of calls in a function, without views."""
 _NAME = "repeated_{}"
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-_COPIES = (
-    aten.cat.default, aten.clone.default, aten.repeat.default, aten._to_copy.default, aten.constant_pad_nd.default,
-    prims.convert_element_type.default, aten.pow.Tensor_Scalar, aten.copy.default,
-)  # fmt: skip
-_FAR = 64  # calls
+# Ops that Inductor replaces by their input where they change nothing (``noop_registry`` of its post_grad passes).
+_COPIES = {
+    aten.cat, aten.clone, aten.repeat, aten._to_copy, aten.constant_pad_nd, aten.copy, aten.slice_scatter, aten.pow,
+    aten.ceil, aten.floor, aten.round, aten.trunc, prims.convert_element_type, prims.device_put,
+}  # fmt: skip
+_FAR = 64  # calls from a result to its first use, about a layer
 _SMALL = 8  # a tensor is small beside one that is so many times as large
 _ALIGNED = 16  # bytes: Inductor's code depends on whether a tensor begins at a multiple of them
 
@@ -105,11 +106,11 @@ def _blocks(sequence: Sequence[Node]) -> Iterator[tuple[Any, Sequence[Node]]]:
     """Yield the calls between two places where a function may begin or end, with a key that equal blocks share."""
     is_border, apart = _borders(sequence)
     for first, end in pairwise(place for place, may in enumerate(is_border) if may):
-        calls = sequence[first:end]
-        if all(_is_compute(call) and call not in apart for call in calls):
-            yield tuple(map(_form_of_call, calls)), calls
+        block = sequence[first:end]
+        if all(_is_compute(call) and call not in apart for call in block):
+            yield tuple(map(_form_of_call, block)), block
         else:
-            yield first, calls
+            yield first, block
 
 
 def _borders(sequence: Sequence[Node]) -> tuple[list[bool], set[Node]]:
@@ -126,9 +127,9 @@ def _borders(sequence: Sequence[Node]) -> tuple[list[bool], set[Node]]:
     apart: set[Node] = set()
     for node, at in place.items():
         users = {place[user]: user for user in users_of(node) if user in place}
-        if not users or not (NOT_STORED in node.meta or node.target in _COPIES):
+        if not users or not (NOT_STORED in node.meta or _may_copy(node)):
             continue
-        if node.target not in _COPIES and _SMALL * storage_bytes(node) <= max(map(storage_bytes, users.values())):
+        if not _may_copy(node) and _SMALL * storage_bytes(node) <= max(map(storage_bytes, users.values())):
             continue
         if min(users) - at > _FAR:
             apart.add(node)
@@ -136,6 +137,10 @@ def _borders(sequence: Sequence[Node]) -> tuple[list[bool], set[Node]]:
         inside[at + 1] += 1
         inside[max(users) + 1] -= 1
     return [depth == 0 for depth in itertools.accumulate(inside)], apart
+
+
+def _may_copy(node: Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in _COPIES
 
 
 def _is_passed_through(node: Node) -> bool:
@@ -149,7 +154,7 @@ def _is_compute(node: Node) -> bool:
         return False
     if schema_of(node.target).written or draws_numbers(node):
         return False
-    if node.target in _COPIES and not all(user.op == "call_function" for user in users_of(node)):
+    if _may_copy(node) and not all(user.op == "call_function" for user in users_of(node)):
         return False  # it would be a result of a function
     return _is_static(node.meta.get("val")) and all(map(_comes_from_static, node.all_input_nodes))
 
@@ -219,12 +224,12 @@ def _run(nodes: Sequence[Node]) -> _Run | None:
             return "call", *_element(source, number)
         return "given", given.setdefault(source, len(given)), _form_of_value(source.meta["val"])
 
-    calls = tuple(_form(node, of_source) for node in nodes)
+    forms = tuple(_form(node, of_source) for node in nodes)
     results = [result for node in nodes for result in _used_outside(node, number.keys())]
     if not given or not results or not all(isinstance(each.meta["val"], Tensor) for each in (*given, *results)):
         return None
     places = tuple((number[each] if each in number else _element(each, number)) for each in results)
-    return _Run(tuple(nodes), tuple(given), tuple(results), (calls, places))
+    return _Run(tuple(nodes), tuple(given), tuple(results), (forms, places))
 
 
 def _element(node: Node, number: dict[Node, int]) -> tuple[int, Any]:

@@ -48,8 +48,8 @@ class CacheConsultant:
     Args:
         take: called before anything is compiled, with the code that the cache has for each graph (empty if it has
             none), and with the cache's key; None if the cache can hold no code for these graphs. Returns an ``OnRun``
-            for each graph, or None to compile the graphs anyway, or AGAIN: then it is called once more, with what the
-            cache has by then. Newly compiled code goes into the cache.
+            for each graph, or None to compile the graphs anyway, or AGAIN to look into the cache a second time and be
+            called with the result. Newly compiled code goes into the cache.
         wrap: makes one function of a loaded graph's code and its ``OnRun``.
     """
 

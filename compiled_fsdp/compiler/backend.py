@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from compiled_fsdp.base.progress import stage
 from compiled_fsdp.compat.break_guards import forget_breaks
 from compiled_fsdp.compat.dynamo import code_being_compiled, forget_code, our_backend, skip_our_frames
 from compiled_fsdp.compat.nested_regions import inline_nested_regions
@@ -68,7 +69,8 @@ def compiled_fsdp(
             agreement.abandon(error)
         return _raiser(error)
     try:
-        with beating(None if agreement is None else agreement.liveness):
+        compiling = stage(f"compiling a graph of {len(region.reads)} parameters")
+        with beating(None if agreement is None else agreement.liveness), compiling:
             return Compilation(gm, example_inputs, region, parsed, mode).compile()
     except (RanksDiffer, PlanDoesNotFit, OverBudget, PatternsDiffer, GraphIsWrong) as error:
         return _raiser(error)

@@ -152,10 +152,6 @@ class Compilation:
 
     def compile(self) -> Callable[..., Any]:
         """Return code once all ranks have code, because a rank that failed would leave the others in a collective."""
-        with stage(f"compiling a graph of {len(self.region.reads)} parameters"):
-            return self._compile()
-
-    def _compile(self) -> Callable[..., Any]:
         _trace("compiled_fsdp_dynamo_graph", self.gm)
         try:
             follows, code = self._plan_to_follow(), None
@@ -194,29 +190,24 @@ class Compilation:
         self, gm: GraphModule, partition: Callable[..., Any], rewrite: Callable[..., GraphModule]
     ) -> Callable[..., Any]:
         with stage("tracing forward and backward") as self._generating:
-            return self._generated(gm, partition, rewrite)
-
-    def _generated(
-        self, gm: GraphModule, partition: Callable[..., Any], rewrite: Callable[..., GraphModule]
-    ) -> Callable[..., Any]:
-        if self.options.codegen == "aot_eager":
-            return aot_compile(gm, self.inputs, partition=partition, rewrite=rewrite, compiled=self.compiled)
-        return inductor_compile(
-            gm,
-            self.inputs,
-            partition=partition,
-            rewrite=rewrite,
-            finish=self.for_inductor,
-            compiled=self.compiled,
-            may_be_captured=lambda gm: may_be_captured(gm, self.region),
-            keeps_order=keeps_order,
-            trusts=lambda op: is_ours(op) and self.options.verify != "full",
-            take_cached=self._take_cached if self._may_be_cached else None,
-            key=cache_key(self.options, self.region, self._context("joint"), self.inputs),
-            reuse_buffers=not self.region.on_cpu,
-            user_options=self.options.inductor,
-            mode=self.mode,
-        )
+            if self.options.codegen == "aot_eager":
+                return aot_compile(gm, self.inputs, partition=partition, rewrite=rewrite, compiled=self.compiled)
+            return inductor_compile(
+                gm,
+                self.inputs,
+                partition=partition,
+                rewrite=rewrite,
+                finish=self.for_inductor,
+                compiled=self.compiled,
+                may_be_captured=lambda gm: may_be_captured(gm, self.region),
+                keeps_order=keeps_order,
+                trusts=lambda op: is_ours(op) and self.options.verify != "full",
+                take_cached=self._take_cached if self._may_be_cached else None,
+                key=cache_key(self.options, self.region, self._context("joint"), self.inputs),
+                reuse_buffers=not self.region.on_cpu,
+                user_options=self.options.inductor,
+                mode=self.mode,
+            )
 
     # ---- code from the cache -----------------------------------------------------------------------------------------
     def _take_cached(self, found: Sequence[LoadedCode], key: str | None) -> Sequence[OnRun] | Again | None:
@@ -277,12 +268,9 @@ class Compilation:
             CachedCode(tuple(self.decisions), texts, self._agreed_plan()).save(keys)
 
     # ---- joint graph -------------------------------------------------------------------------------------------------
+    @stage("choosing what forward leaves for backward")
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         """Mark the parameters that backward gathers again, and cut the graph."""
-        with stage("choosing what forward leaves for backward"):
-            return self._partition(joint, joint_inputs, **kwargs)
-
-    def _partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         ctx = self._context("joint")
         if (plan := self._conforms_to) is not None:
             anyway = frozenset(
@@ -333,6 +321,7 @@ class Compilation:
 
     def for_inductor(self, gm: GraphModule, phase: str) -> GraphModule:
         """Change a rewritten graph so that Inductor takes less time for it."""
+        phase = "backward" if self.region.kind == "backward" else phase
         self._generating.goes_on(f"generating code for the {phase} graph")
         return run_passes(INDUCTOR_PASSES, gm, self._context(phase))
 

@@ -20,6 +20,7 @@ from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan, AgreedRe
 from compiled_fsdp.compat.autograd import backward_id
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
+from compiled_fsdp.passes.pipeline import INDUCTOR_PASSES
 from compiled_fsdp.ranks.agreement import Agreement
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.question import Signature
@@ -167,7 +168,7 @@ def agreed_plan(
         obstacle = "with reshard_after_forward=<int> backward gathers over fewer ranks"
     elif region.shares_checkpoint:
         obstacle = "one checkpoint has several compiled graphs, which run again before the first one's backward"
-    elif set(options.disable_passes) - {"share"}:  # which changes no collective
+    elif set(options.disable_passes) - {run.__name__ for run in INDUCTOR_PASSES}:  # these change no collective
         obstacle = "passes are switched off (option 'disable_passes')"
     reduced = [read for phase in buckets.values() for b in phase if not b.kind.supplies for read in b.reads]
     if len(reduced) > len(set(reduced)):

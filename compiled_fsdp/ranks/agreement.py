@@ -110,7 +110,7 @@ class Agreement:
     def end_region(self) -> None:
         """End the agreement on a region: all is agreed on, or nothing had to be."""
         self._leader, self._met, self._last_round, self.others_follow = 0, None, None, False
-        self.sharing.end()
+        self.sharing.say_that_code_is_kept()  # nobody is left waiting
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
     def agree(

@@ -36,10 +36,6 @@ class SharedCompile:
         self.say_that_code_is_kept()  # Dynamo has restarted the compile that others wait for: let them look and go on
         self._here, self._leader = f"{name}/on {machine_id()}", leader
 
-    def end(self) -> None:
-        """Note that nobody waits for this rank any more."""
-        self.is_awaited = False
-
     def compiles_here(self, folder: str) -> bool:
         """Whether this rank compiles.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from compiled_fsdp.base.logs import rank
 from compiled_fsdp.base.plain_data import from_json
-from compiled_fsdp.base.progress import BETWEEN, Stage, stage
+from compiled_fsdp.base.progress import BETWEEN, stage
 from compiled_fsdp.ranks.failures import RanksDiffer, problem_key
 from compiled_fsdp.ranks.heartbeat import Gone, Watch, sign_of
 from compiled_fsdp.ranks.liveness import Liveness
@@ -48,50 +48,36 @@ def wait_for(
         RanksDiffer: nothing is posted within the group's timeout, or a rank is gone.
     """
     with stage("waiting for other ranks") as own:
-        return _wait_for(liveness, key, waiting_for, missing, told_at, on_gone, on_late, compiling, own)
-
-
-def _wait_for(
-    liveness: Liveness,
-    key: str,
-    waiting_for: str,
-    missing: Callable[[], Sequence[int]],
-    told_at: Sequence[str],
-    on_gone: Callable[[Gone, str], object],
-    on_late: Callable[[], object],
-    compiling: int | None,
-    own: Stage,
-) -> str:
-    began = checked = named = time.monotonic()
-    watch, seconds, sign = Watch(liveness), liveness.timeout.total_seconds(), ""
-    until = began + seconds
-    # The store's own wait is not used, because a TCPStore logs two warnings for each wait that ends without an answer.
-    while (value := liveness.value(key)) is None:
-        now = time.monotonic()
-        if now >= until:
-            raise RanksDiffer(
-                f"compiled_fsdp: {waiting_for} within {liveness.timeout}; another rank failed, runs another model, or "
-                "compiles for longer than the process group's timeout (init_process_group(timeout=...)). "
-                f"{_last_seen(liveness, missing())}"
-            )
-        if now - checked >= (_SECONDS_BETWEEN_LIVENESS_CHECKS if checked != began else _SECONDS_BEFORE_CALLING):
-            checked = now
-            on_late()
-            if compiling is not None and (latest := sign_of(liveness, compiling)) not in ("", sign):
-                sign, until = latest, now + seconds
-            if own.is_long and rank() == 0 and now - named >= BETWEEN / 2:
-                named = now
-                own.text = f"waiting for {_ranks(missing())}"
-            if (gone := watch.gone()) is not None and liveness.value(key) is None:
-                problem = next(filter(None, map(liveness.value, (*told_at, problem_key(liveness)))), None) or (
-                    f"compiled_fsdp: rank {gone.rank} of the group {gone.how} while others waited for it: it was "
-                    f"killed, or an error ended it, which it has shown. {_last_seen(liveness, [gone.rank])}"
+        began = checked = named = time.monotonic()
+        watch, seconds, sign = Watch(liveness), liveness.timeout.total_seconds(), ""
+        until = began + seconds
+        # The store's own wait is not used: a TCPStore logs two warnings for each wait that ends without an answer.
+        while (value := liveness.value(key)) is None:
+            now = time.monotonic()
+            if now >= until:
+                raise RanksDiffer(
+                    f"compiled_fsdp: {waiting_for} within {liveness.timeout}; another rank failed, runs another model, "
+                    "or compiles for longer than the process group's timeout (init_process_group(timeout=...)). "
+                    f"{_last_seen(liveness, missing())}"
                 )
-                on_gone(gone, problem)
-                raise RanksDiffer(problem)
-        pause = min(max(_PAUSE * (now - began), _SHORTEST_PAUSE), _LONGEST_PAUSE)
-        time.sleep(min(pause, max(until - now, 0.0)))
-    return value
+            if now - checked >= (_SECONDS_BETWEEN_LIVENESS_CHECKS if checked != began else _SECONDS_BEFORE_CALLING):
+                checked = now
+                on_late()
+                if compiling is not None and (latest := sign_of(liveness, compiling)) not in ("", sign):
+                    sign, until = latest, now + seconds
+                if own.is_long and rank() == 0 and now - named >= BETWEEN / 2:
+                    named = now
+                    own.text = f"waiting for {_ranks(missing())}"
+                if (gone := watch.gone()) is not None and liveness.value(key) is None:
+                    problem = next(filter(None, map(liveness.value, (*told_at, problem_key(liveness)))), None) or (
+                        f"compiled_fsdp: rank {gone.rank} of the group {gone.how} while others waited for it: it was "
+                        f"killed, or an error ended it, which it has shown. {_last_seen(liveness, [gone.rank])}"
+                    )
+                    on_gone(gone, problem)
+                    raise RanksDiffer(problem)
+            pause = min(max(_PAUSE * (now - began), _SHORTEST_PAUSE), _LONGEST_PAUSE)
+            time.sleep(min(pause, max(until - now, 0.0)))
+        return value
 
 
 def _ranks(ranks: Sequence[int]) -> str:

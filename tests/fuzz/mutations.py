@@ -139,7 +139,7 @@ def _shares_host_memory() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _draws_again() -> Iterator[None]:
-    """Under a memory budget, backward draws a dropout's mask again, from where the random numbers are by then."""
+    """Under a memory budget, backward draws a dropout's mask again, and gets other random numbers."""
 
     def as_they_are(joint: Any, forward: Any, backward: Any, *_: Any) -> tuple[Any, Any]:
         return forward, backward

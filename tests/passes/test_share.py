@@ -28,7 +28,7 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 
 
 def shared(function: Callable[..., Any], *inputs: Tensor, tracing: str = "fake") -> tuple[GraphModule, GraphModule]:
-    """Return the graph of a function as it was, and with what it repeats in functions."""
+    """Return the graph of a Python function before the pass ``share``, and after it."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(each) for each in inputs]
     if tracing == "symbolic":
