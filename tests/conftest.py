@@ -1,4 +1,5 @@
 import functools
+import logging
 import math
 import os
 import time
@@ -72,6 +73,18 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     finally:
         if nextitem is None or group_of(nextitem) != group_of(item):
             pool.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Take pytest's handlers from the logger of torch's structured traces, because torch writes these if it has one.
+
+    pytest gives one to each logger that does not propagate. Traces take time and hide what a test has logged.
+    """
+    traces = logging.getLogger("torch.__trace")
+    for handler in list(traces.handlers):
+        if type(handler).__module__ == "_pytest.logging":
+            traces.removeHandler(handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

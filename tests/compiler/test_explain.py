@@ -140,7 +140,8 @@ def test_a_graph_break_in_a_loop():
         assert [call.numbers for call in found.calls] == [(0, 1, 2, 3), (4, 5, 6, 7)]
         first = found.calls[0]
         parts = [graph.seconds for step in first.steps for graph in step.graphs]
-        assert first.seconds == pytest.approx(parts[0] + parts[1] + 3 * (parts[2] + parts[3]))
+        once = parts[2] + parts[3]  # what is in flight from one graph to the next is simulated, not added
+        assert parts[0] + parts[1] + 2 * once < first.seconds < parts[0] + parts[1] + 4 * once
         assert found.to_dict()["calls"][0]["step_s"] == first.seconds
         assert first.bound is None  # a graph's first gather may be in flight before it
         text = words(found)

@@ -206,7 +206,7 @@ def planned_products(code: Code) -> list[int]:
     """For each launch in the graph that our passes left, the matrix products between it and its first wait."""
     nodes = list(code.graph.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
-    products = [place[node] for node in nodes if node.target in PRODUCTS]
+    products = [place[node] for node in nodes for _ in range(products_of(node, code.graph))]
     launches = [node for node in nodes if kind_of(node) not in (None, "wait")]
     found = []
     for launch in launches:
@@ -214,3 +214,10 @@ def planned_products(code: Code) -> list[int]:
         first = min(place[wait] for wait in waits)
         found.append(sum(place[launch] < product < first for product in products))
     return found
+
+
+def products_of(node: torch.fx.Node, graph: torch.fx.GraphModule) -> int:
+    """How many matrix products a node is: itself, or inside of the function that it calls."""
+    if node.target is torch.ops.higher_order.invoke_subgraph:
+        return len(calls(graph.get_submodule(node.args[1]), *PRODUCTS))
+    return int(node.target in PRODUCTS)

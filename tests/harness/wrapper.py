@@ -23,6 +23,8 @@ LAUNCHES = {
 # Calls that run no kernel and read no values.
 SILENT = {"reinterpret_tensor", "clear"}
 ALLOCATES = ("empty_strided_cuda", "empty_strided_cpu", "empty_strided_cpu_pinned")
+# Names of buffers and inputs.
+_BUFFER = re.compile(r"(repeated_\d+_in_\w+?_)?(buf|primals_|tangents_|arg|copy_|view_|mm_|permute_|getitem_|add_|given_)")
 WAITS_FOR_DEVICE = {"item", "cpu", "tolist", "synchronize", "nonzero"}
 
 
@@ -91,6 +93,7 @@ class _Reader:
     def read(self) -> Wrapper:
         functions = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
         self.partitions = {name: node for name, node in functions.items() if re.fullmatch(r"partition_\d+", name)}
+        self.repeated = {name: node for name, node in functions.items() if re.fullmatch(r"repeated_\d+", name)}
         self._block(functions["call"].body)
         for name in self.in_flight:
             self.out.problems.append(f"{name} is never waited for")
@@ -108,6 +111,8 @@ class _Reader:
         targets = [] if isinstance(statement, ast.Expr) else [n.id for n in _names(statement.targets[0])]
         if isinstance(value, ast.Call):
             self._call(value, targets, line)
+        elif isinstance(value, ast.List) and line.startswith("repeated_"):  # the arguments of the call that follows
+            self.given = value.elts
         elif isinstance(value, (ast.Name, ast.Subscript, ast.Attribute)) and targets:
             self._alias(targets[0], value)
         elif isinstance(value, ast.Constant) and value.value is None:
@@ -135,6 +140,8 @@ class _Reader:
         name = function.removesuffix(".default").rsplit(".", 1)[-1]
         if (partition := re.search(r"partitions?\[(\d+)\]", function)) is not None:
             self._partition(call, targets, int(partition.group(1)), line)
+        elif name in self.repeated:
+            self.memory[targets[0]] = self._function(name, targets[0])
         elif name in ALLOCATES:
             self.memory[targets[0]] = (targets[0],)
             if name == "empty_strided_cpu":
@@ -221,6 +228,22 @@ class _Reader:
             for memory in set(sent).intersection(writes):
                 self.out.problems.append(f"writes {memory}, which a collective sends: {line}")
 
+    def _function(self, name: str, result: str) -> tuple[str, ...]:
+        """Read a function that the wrapper calls, and return the memory of its results.
+
+        Each call makes new buffers, so this call's have the name of its result in theirs.
+        """
+        text = ast.unparse(self.repeated[name]).replace(f"{name}_", f"{name}_in_{result}_")
+        for statement in ast.parse(text).body[0].body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.value) == "args":
+                for parameter, given in zip(_names(statement.targets[0]), self.given, strict=True):
+                    self.memory[parameter.id] = self._all_behind(given)
+            elif isinstance(statement, ast.Return):
+                return self._all_behind(statement.value)
+            else:
+                self._block([statement])
+        raise AssertionError(f"{name} returns nothing")
+
     def _partition(self, call: ast.Call, targets: list[str], number: int, line: str) -> None:
         """Read a partition. No collective may be in flight at its borders, because CUDA graphs replay it."""
         if self.in_flight:
@@ -236,7 +259,7 @@ class _Reader:
 def _names(node: ast.AST) -> list[ast.Name]:
     """Return the names in an expression that belong to buffers and inputs."""
     found = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
-    return [n for n in found if re.match(r"(buf|primals_|tangents_|arg|copy_|view_|mm_|permute_|getitem_|add_)", n.id)]
+    return [n for n in found if _BUFFER.match(n.id)]
 
 
 def _kernel_parameters(text: str) -> Iterator[tuple[str, list[str]]]:
