@@ -24,7 +24,9 @@ LAUNCHES = {
 SILENT = {"reinterpret_tensor", "clear"}
 ALLOCATES = ("empty_strided_cuda", "empty_strided_cpu", "empty_strided_cpu_pinned")
 # Names of buffers and inputs.
-_BUFFER = re.compile(r"(repeated_\d+_in_\w+?_)?(buf|primals_|tangents_|arg|copy_|view_|mm_|permute_|getitem_|add_|given_)")
+_BUFFER = re.compile(
+    r"(repeated_\d+_in_\w+?_)?(buf|primals_|tangents_|arg|copy_|view_|mm_|permute_|getitem_|add_|given_)"
+)
 WAITS_FOR_DEVICE = {"item", "cpu", "tolist", "synchronize", "nonzero"}
 
 
