@@ -5,7 +5,8 @@
 Each run starts two programs, one after the other, with a new cache directory for both: the first program compiles, the
 second finds all graphs. Each program shards the Llama of `examples/llama.py` in `--ranks` processes (CPU, gloo). Rank 0
 times the first forward and backward, compile included, and subtracts the average of the later steps. The same is done
-for the unsharded model under torch's "inductor" backend.
+for the unsharded model under torch's "inductor" backend. A third program of compiled_fsdp has an empty cache directory,
+and loads a file of `compiled-fsdp precompile`.
 """
 
 import argparse
@@ -22,8 +23,8 @@ SYSTEMS = ("compiled_fsdp", "inductor, unsharded")
 STEPS = 3
 
 
-def work(system: str, layers: int, dim: int) -> None:
-    """Run one rank of one program. Rank 0 prints a line of JSON."""
+def work(system: str, layers: int, dim: int, load: str | None) -> None:
+    """Run one rank of one program, which may load precompiled code. Rank 0 prints a line of JSON."""
     import torch
     import torch._inductor.compile_fx  # for all systems: torch.compile imports it early only for its own backend
     import torch.distributed as dist
@@ -32,7 +33,7 @@ def work(system: str, layers: int, dim: int) -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
     from llama import Llama
 
-    from compiled_fsdp import fully_shard
+    from compiled_fsdp import fully_shard, load_precompiled
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -42,6 +43,10 @@ def work(system: str, layers: int, dim: int) -> None:
         fully_shard(model)
     compiled = torch.compile(model, backend=system.split(",")[0])
     tokens = torch.randint(256, (4, 128))
+    start = time.perf_counter()
+    if load and not load_precompiled(load):
+        raise SystemExit(f"{load} was not loaded")
+    loading = time.perf_counter() - start
     dist.barrier()
     times = []
     for _ in range(1 + STEPS):
@@ -51,15 +56,31 @@ def work(system: str, layers: int, dim: int) -> None:
     if dist.get_rank() == 0:
         hits, misses = (counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss"))
         hits += counters["aot_autograd"]["autograd_cache_hit"]
-        print(json.dumps({"seconds": times[0] - statistics.mean(times[1:]), "hits": hits, "misses": misses}))
+        print(
+            json.dumps(
+                {"seconds": times[0] - statistics.mean(times[1:]), "hits": hits, "misses": misses, "loading": loading}
+            )
+        )
     dist.barrier()  # gloo's thread may otherwise abort the interpreter at exit
     dist.destroy_process_group()
 
 
-def program(system: str, options: argparse.Namespace, cache: str) -> dict[str, float]:
+def arguments(system: str, options: argparse.Namespace) -> list[str]:
+    """Return the arguments with which this file is a program to measure."""
+    return ["--work", system, "--layers", str(options.layers), "--dim", str(options.dim)]
+
+
+def precompile(options: argparse.Namespace, file: str) -> None:
+    """Write the code of compiled_fsdp's program to a file."""
+    command = [sys.executable, "-m", "compiled_fsdp", "precompile", "--script", __file__, "--out", file]
+    command += ["--world-size", str(options.ranks), "--", *arguments("compiled_fsdp", options)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def program(system: str, options: argparse.Namespace, cache: str, *load: str) -> dict[str, float]:
     """Run one program in fresh processes; return its rank 0's measurements."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    command += [__file__, "--work", system, "--layers", str(options.layers), "--dim", str(options.dim)]
+    command += [__file__, *arguments(system, options), *load]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
     return json.loads(out.splitlines()[-1])
@@ -73,15 +94,21 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--work", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(options.work, options.layers, options.dim)
+        work(options.work, options.layers, options.dim, options.load)
         return
     found: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {system: [] for system in SYSTEMS}
-    for _ in range(options.runs):
-        for system, pairs in found.items():
+    loaded = []
+    with tempfile.TemporaryDirectory() as folder:
+        precompile(options, file := f"{folder}/precompiled")
+        for _ in range(options.runs):
+            for system, pairs in found.items():
+                with tempfile.TemporaryDirectory() as cache:
+                    pairs.append((program(system, options, cache), program(system, options, cache)))
             with tempfile.TemporaryDirectory() as cache:
-                pairs.append((program(system, options, cache), program(system, options, cache)))
+                loaded.append(program(SYSTEMS[0], options, cache, "--load", file))
     print(
         f"compile seconds of {options.layers} layers of width {options.dim}, {options.ranks} ranks; "
         f"{options.runs} runs in turn"
@@ -96,6 +123,13 @@ def main() -> None:
             f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})   "
             f"warm: {pairs[-1][1]['hits']:.0f} hits, {pairs[-1][1]['misses']:.0f} misses"
         )
+    seconds, loading = ([one[name] for one in loaded] for name in ("seconds", "loading"))
+    ratios = [one / pair[1]["seconds"] for one, pair in zip(seconds, found[SYSTEMS[1]], strict=True)]
+    print(
+        f"{SYSTEMS[0]}, precompiled: {statistics.median(seconds):.2f}, after {statistics.median(loading):.2f} of loading; "
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f}) of {SYSTEMS[1]}, warm; "
+        f"{loaded[-1]['hits']:.0f} hits, {loaded[-1]['misses']:.0f} misses"
+    )
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ _PUBLIC = {
     "CopyEngines": "compiled_fsdp.passes.cost.hardware",
     "Wires": "compiled_fsdp.passes.cost.hardware",
     "PROFILES": "compiled_fsdp.passes.cost.profiles",
+    "load_precompiled": "compiled_fsdp.compiler.precompiled",
     "measure_hardware": "compiled_fsdp.compiler.measure",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
@@ -95,6 +96,7 @@ __all__ = [
     "explain",
     "fully_shard",
     "install",
+    "load_precompiled",
     "measure_hardware",
     "profile",
     "record_collective_names",
@@ -109,6 +111,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.compiler.compiled_autograd import compiled_autograd
     from compiled_fsdp.compiler.measure import measure_hardware
     from compiled_fsdp.compiler.options import Options
+    from compiled_fsdp.compiler.precompiled import load_precompiled
     from compiled_fsdp.errors import (
         CompiledFsdpError,
         GraphIsWrong,

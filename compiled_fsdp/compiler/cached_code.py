@@ -37,6 +37,7 @@ _PACKAGE = Path(__file__).parent.parent
 _SOURCES = source_hash(_PACKAGE, _PACKAGE / "passes")  # the second is a link, which the first does not follow
 BUILD = f"torch {torch.__version__}", f"compiled_fsdp of the sources {_SOURCES[:12]}"
 """The versions that must be the same on all ranks, a line each."""
+_FOLDER = "compiled_fsdp"  # in the cache folder
 # Fields of ``PassContext`` that are not in the key: passes set them, or the key has them in another form. Fields that
 # are functions are not in the key either.
 _NOT_IN_KEYS = ("summary", "planned", "reads", "groups", "disabled_passes")
@@ -81,6 +82,11 @@ class CachedCode(PlainData):
         """Return the facts about the code with these keys; None if there are none. A damaged file is an error."""
         path = _path(keys)
         return CachedCode.from_json(path.read_text()) if path.exists() else None
+
+    @staticmethod
+    def all_in(folder: Path) -> list[CachedCode]:
+        """Return the facts about all code in a cache folder."""
+        return [CachedCode.from_json(path.read_text()) for path in sorted((folder / _FOLDER).glob("*.json"))]
 
 
 def cache_key(options: Options, region: Region, ctx: PassContext, inputs: Sequence[Any]) -> bytes:
@@ -149,4 +155,4 @@ def taken_by_all(
 
 
 def _path(keys: Sequence[str]) -> Path:
-    return cache_directory() / "compiled_fsdp" / f"{hashlib.sha256(repr(tuple(keys)).encode()).hexdigest()}.json"
+    return cache_directory() / _FOLDER / f"{hashlib.sha256(repr(tuple(keys)).encode()).hexdigest()}.json"

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from compiled_fsdp.base.files import check_folder_is_ours
+from compiled_fsdp.compat.code_cache import cache_directory
 from compiled_fsdp.compat.compilers import check_inductor_options
 from compiled_fsdp.compat.graphs import activation_memory_budget
 from compiled_fsdp.compat.modules import torch_fsdp_in_forward
@@ -32,7 +34,8 @@ def checked_options(
         runs: whether the compiled code will run; else the region is planned only, perhaps for other hardware.
 
     Raises:
-        ValueError: an option is unknown or bad, or cannot be satisfied here; or all-gather extensions have failed.
+        ValueError: an option is unknown or bad, or cannot be satisfied here; all-gather extensions have failed; other
+            users can write to the folder of cached code.
         NotImplementedError: a module that torch's own FSDP2 has sharded is running on ``inputs``.
     """
     if region.failed_hooks:
@@ -48,6 +51,8 @@ def checked_options(
             "compiled_fsdp: option 'memory_budget' decides what backward computes again, and so does "
             f"torch._functorch.config.activation_memory_budget={share}. Set that to 1.0, or leave the option out."
         )
+    if runs and parsed.codegen == "inductor":
+        check_folder_is_ours(cache_directory())
     if not region.reads and (name := torch_fsdp_in_forward(inputs)) is not None:
         raise NotImplementedError(
             f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside "

@@ -47,6 +47,7 @@ from compiled_fsdp.compiler.hardware import (
 )
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph, host_memory_for_activations
 from compiled_fsdp.compiler.options import Options
+from compiled_fsdp.compiler.precompiled import warn_of_missing_code
 from compiled_fsdp.compiler.region import Region, model_of
 from compiled_fsdp.compiler.shared_code import with_parameters
 from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
@@ -226,6 +227,7 @@ class Compilation:
         """
         nothing: tuple[CachedCode | None, dict[str, GraphReport]] = None, {}
         cached, reports = best_effort("code from the cache", lambda: self._cached(found), nothing)
+        own = cached
         if self._agreement is not None:
             cached, can_share = taken_by_all(
                 cached,
@@ -243,6 +245,7 @@ class Compilation:
         if cached is None:
             if self._has_waited:
                 raise Follows
+            warn_of_missing_code(self.signature, found=own is not None, may_be_cached=key is not None)
             return None
         for report in reports.values():
             self._note(report)

@@ -14,6 +14,7 @@ COMMANDS = {
     "measure": "Measure matrix products, copies and collectives of this machine.",
     "patches": "Say what is replaced inside torch, and whether the installed torch has it.",
     "plan": "Plan a training step for ranks that you do not have.",
+    "precompile": "Compile a training script for a job of many ranks, on one machine.",
 }
 """The commands, and their lines in the help.
 
