@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.passes.graph import IS_SHARD, argument, calls, ops, waited_for
-from compiled_fsdp.passes.memory import Lifetimes, storage_bytes
+from compiled_fsdp.passes.memory import Lifetimes
 from compiled_fsdp.passes.segments import Segments
 
 
@@ -90,7 +90,7 @@ class Alive:
         """
         memory, segments = self._memory, self._segments
         counted = [node for node in self._nodes if memory.is_stored(node) and node not in self._uncounted]
-        alive = {node: storage_bytes(node) for node in counted if node.op in ("placeholder", "get_attr")}
+        alive = {node: memory.bytes(node) for node in counted if node.op in ("placeholder", "get_attr")}
         size, segment = sum(alive.values()), 0
         freed: dict[int, list[Node]] = defaultdict(list)
         for node in counted:
@@ -105,7 +105,7 @@ class Alive:
                 return
             if node not in self._planned:
                 if node.op == "call_function" and memory.is_stored(node):
-                    alive[node] = storage_bytes(node)
+                    alive[node] = memory.bytes(node)
                     size += alive[node]
                 yield segment, size - memory.overlap(node), alive
                 if node not in memory.dies:

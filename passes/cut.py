@@ -24,7 +24,7 @@ from compiled_fsdp.compat.graphs import copy_of
 from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.context import ForBackward
 from compiled_fsdp.passes.extract import extract
-from compiled_fsdp.passes.memory import storage_bytes
+from compiled_fsdp.passes.memory import saved_inputs, storage_bytes
 from compiled_fsdp.passes.offload import Candidate, Candidates, offload
 from compiled_fsdp.passes.plan.adjust import as_late_as_can_be
 from compiled_fsdp.passes.plan.choose import PlanRules, choose
@@ -129,7 +129,9 @@ class _Cut:
         """The bytes of what forward saves for backward, by the node's name; inputs of the joint graph are left out."""
         given = {node.name for node in self.halves[0].graph.nodes if node.op == "placeholder"}
         taken = [node for node in self.halves[1].graph.nodes if node.op == "placeholder"]
-        return {n.name: storage_bytes(n) for n in taken if n.name not in given and "tangents" not in n.name}
+        held, owner = saved_inputs(self.halves[1])
+        sizes = {n: held.get(n, 0) if n in owner else storage_bytes(n) for n in taken}
+        return {n.name: size for n, size in sizes.items() if n.name not in given and "tangents" not in n.name}
 
 
 class _Cuts:

@@ -10,6 +10,7 @@ the memory of what their kernel reads (``cost/fusion.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -33,18 +34,21 @@ def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> in
     live, freed = 0, [0] * (len(nodes) + 1)
     for node in nodes:
         if node.op == "placeholder" and node.name not in shards:
-            live += storage_bytes(node)
+            live += memory.bytes(node)
             if backward:
-                freed[memory.dies.get(node, 0)] += storage_bytes(node)
+                freed[memory.dies.get(node, 0)] += memory.bytes(node)
     peak = live
     for i, node in enumerate(nodes):
         if node.op == "call_function" and memory.is_stored(node):
-            live += storage_bytes(node)
-            freed[memory.dies.get(node, i)] += storage_bytes(node)
+            live += memory.bytes(node)
+            freed[memory.dies.get(node, i)] += memory.bytes(node)
         peak = max(peak, live - memory.overlap(node))
         if node.op != "output":
             live -= freed[i]
     return peak
+
+
+_OF_THE_CALLER = ("primals", "tangents")  # names of a backward's inputs that forward has not computed
 
 
 class Lifetimes:
@@ -53,7 +57,7 @@ class Lifetimes:
     A kernel that does not store a result computes it where it is read, so it reads the result's sources there, too.
 
     Attributes:
-        owner: ``memory_of`` each node.
+        owner: ``memory_of`` each node; of a backward's inputs that are views of one saved tensor, the first.
         dies: the place in the graph at which each node's memory is used last.
     """
 
@@ -66,7 +70,8 @@ class Lifetimes:
             backward: whether inputs die with their last use, as those of a backward do.
         """
         nodes = list(gm.graph.nodes)
-        self.owner = {node: memory_of(node) for node in nodes}
+        self._inputs, first = saved_inputs(gm) if backward else ({}, {})
+        self.owner = {node: first.get(of := memory_of(node), of) for node in nodes}
         self.dies: dict[Node, int] = {}
         for place in reversed(range(len(nodes))):
             node = nodes[place]
@@ -87,9 +92,35 @@ class Lifetimes:
         """Whether a node has memory of its own."""
         return self.owner[node] is node and NOT_STORED not in node.meta
 
+    def bytes(self, node: Node) -> int:
+        """Bytes of the memory that a node owns on the device; 0 for one that owns none."""
+        return self._inputs.get(node, storage_bytes(node)) if self.is_stored(node) else 0
+
     def overlap(self, node: Node) -> int:
         """Bytes that a node's result shares with a tensor that dies there."""
         return storage_bytes(self._overwritten[node]) if node in self._overwritten else 0
+
+
+def saved_inputs(gm: GraphModule) -> tuple[dict[Node, int], dict[Node, Node]]:
+    """Return the bytes that each input of a backward keeps alive, and for each view the first input of its memory.
+
+    An input may be a view of a larger tensor that forward has computed, for example one of three parts of a product.
+    All of that tensor's memory is held until the last of its views dies.
+    """
+    held: dict[Node, int] = {}
+    first: dict[Any, Node] = {}
+    owner: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        tensor = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            continue
+        if in_host_memory(node) or IS_SHARD in node.meta or node.name.startswith(_OF_THE_CALLER):
+            continue
+        memory = tensor.untyped_storage()
+        owner[node] = first.setdefault(memory._cdata, node)
+        if owner[node] is node:
+            held[node] = max(tensor_bytes(tensor), hint(memory.nbytes()))
+    return held, owner
 
 
 def _read_by(node: Node) -> list[Node]:

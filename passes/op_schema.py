@@ -14,7 +14,8 @@ class OpSchema(NamedTuple):
     arguments: Mapping[str, tuple[int, Any]]
     # Positions and names of the arguments that the op writes.
     written: tuple[tuple[int, str], ...]
-    # Positions and names of the arguments whose memory a result shares: in views, in-place ops and out-variants.
+    # Positions and names of the arguments whose memory a result shares: in views, lists of views such as ``unbind``'s,
+    # in-place ops and out-variants.
     shown: tuple[tuple[int, str], ...]
     # Whether a result may share memory with an argument.
     aliases: bool
@@ -35,6 +36,7 @@ def _read(op: Any) -> OpSchema:
     results = {
         name for result in schema.returns if result.alias_info is not None for name in result.alias_info.before_set
     }
+    returns_views = any(result.alias_info is not None and str(result.type).startswith("List") for result in schema.returns)
     formals = list(enumerate(schema.arguments))
     return OpSchema(
         arguments={formal.name: (place, formal.default_value) for place, formal in formals},
@@ -42,7 +44,8 @@ def _read(op: Any) -> OpSchema:
         shown=tuple(
             (place, formal.name)
             for place, formal in formals
-            if formal.alias_info is not None and formal.alias_info.before_set & results
+            if formal.alias_info is not None
+            and (formal.alias_info.before_set & results or (returns_views and "*" in formal.alias_info.after_set))
         ),
         aliases=any(result.alias_info is not None for result in schema.returns),
     )

@@ -15,9 +15,14 @@ from compiled_fsdp.passes.op_schema import schema_of
 
 
 def is_view(node: Node) -> bool:
-    """Whether a call's result shares memory with its inputs, and the call writes no input."""
+    """Whether a call's result shares memory with its inputs, and the call writes no input.
+
+    So do the lists that ``split`` and ``unbind`` return, and the elements that are taken from these.
+    """
     if node.op != "call_function" or node.target is transport.WAIT:
         return False
+    if is_getitem(node):
+        return is_view(node.all_input_nodes[0])
     if node.target is aten._unsafe_view.default:  # its schema hides it
         return True
     schema = schema_of(node.target)
@@ -28,7 +33,7 @@ def memory_of(node: Node) -> Node:
     """The node that made the memory of ``node``, through views, in-place ops, out-variants, tuples and waits."""
     while node.op == "call_function":
         unseen = node.target in (transport.WAIT, aten._unsafe_view.default)  # their schemas hide the shared memory
-        if unseen or (is_getitem(node) and is_view(node.all_input_nodes[0])):
+        if unseen or (is_getitem(node) and is_view(node)):
             node = node.all_input_nodes[0]
         elif (source := _aliased(node)) is not None:
             node = source

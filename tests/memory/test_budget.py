@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -239,6 +240,38 @@ def test_the_measured_peak_stays_under_the_budget(rank, world_size):
     measured, graphs = measured_peak(rank, memory_budget=budget)
     assert max(graph.simulation.peak for graph in graphs) <= budget
     assert measured <= budget
+
+
+class Third(nn.Module):
+    """Layers that multiply a third of a product, a view of it, which backward needs."""
+
+    def __init__(self, layers: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            first, second, _ = layer(x).unflatten(-1, (3, -1)).unbind(-2)
+            x = x + torch.sigmoid(first) * second
+        return x
+
+
+@pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_a_saved_view_holds_all_of_its_memory(codegen):
+    with fake_group(2):
+        model = Third()
+        for unit in (*model.layers, model):
+            fully_shard(unit)
+        run, x = compiled(model, codegen=codegen, optimizer_bytes_per_element=0), torch.randn(2048, 64)
+        run(x).sum().backward()
+        model.zero_grad()
+        kept = sum(param.to_local().nbytes for param in model.parameters())
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            run(x).sum().backward()
+        simulated = max(graph.simulation.peak for graph in explain(model).graphs)
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    measured = kept + max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    assert measured <= simulated < 1.2 * measured
 
 
 @pytest.mark.more

@@ -169,8 +169,8 @@ def test_several_results_and_views_of_them():
             y = layer(x, w, b)
             values, _ = torch.sort(y, dim=1)
             mean, deviation = torch.var_mean(values, dim=1, keepdim=True)
-            first, second = (y * mean).t().split(2)
-            x = (torch.cat([first, second]).t() + deviation) @ w
+            first, second = values.t().split(2)
+            x = (torch.cat([first, second]).t() * mean + deviation) @ w
             parts.append(first.t()[:1])  # a view, which is used outside
         return torch.cat([x, *(part.repeat(1, 2) for part in parts)])
 
