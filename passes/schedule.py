@@ -126,6 +126,11 @@ class _Emitter:
         self.of_buckets = {node for bucket in buckets for node in bucket.nodes}
         self.by_launch = {bucket.launch: bucket for bucket in buckets}
         self.unpacked_with = {node: users for bucket in buckets for node, users in bucket.unpacked_from.items()}
+        # All waits of a grouped call are at the first one's place, because what it sends is held until the last one.
+        self.waits_with = {
+            wait: waits for bucket in buckets if bucket.kind.supplies and len(waits := bucket.last_waits) > 1
+            for wait in waits
+        }  # fmt: skip
         self.launched_at: dict[int, list[_PlacedBucket]] = defaultdict(list)
         self.waited_at: dict[int, list[_PlacedBucket]] = defaultdict(list)
         for bucket in buckets:
@@ -224,6 +229,10 @@ class _Emitter:
         self.order[node] = None
         for unpacked in self.unpacked_with.get(node, ()):
             self.emit(unpacked)
+        for wait in (waits := self.waits_with.get(node, [])):
+            self.waits_with.pop(wait, None)
+        for wait in waits:
+            self.emit(wait)
 
 
 def _publishes_of(buckets: list[_PlacedBucket]) -> dict[_PlacedBucket, list[Node]]:

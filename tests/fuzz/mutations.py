@@ -16,7 +16,7 @@ from compiled_fsdp.buckets import collectives, host_copies, transport
 from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compiler import compilation
-from compiled_fsdp.passes import recompute
+from compiled_fsdp.passes import recompute, reshard
 from compiled_fsdp.ranks.agreement import Agreement, Follows
 from compiled_fsdp.ranks.question import Signature
 from compiled_fsdp.runtime import prefetcher, reducer
@@ -146,6 +146,7 @@ def _draws_again() -> Iterator[None]:
 
     with (
         mock.patch.object(recompute, "draws_numbers", return_value=False),
+        mock.patch.object(reshard, "draws_numbers", return_value=False),
         mock.patch("torch._functorch.partitioners.functionalize_rng_ops", as_they_are),
     ):
         yield
