@@ -76,16 +76,16 @@ def plans(layers: int) -> str:
                 fully_shard(unit)
             tokens = torch.zeros(1, length, dtype=torch.int64)
             found.append(planned_graphs(model, (tokens, tokens.clone()), options={"hardware": "h100"})[0])
-    rows = []
+    rows: list[list[str]] = []
     for made_for, planned in zip(lengths, found, strict=True):
-        shares = []
+        row = [f"{made_for:,}"]
         for own in found:
-            other = sum(
-                simulate(of.tasks, tuple(timing.launch for timing in plan.simulation.timings)).seconds
-                for plan, of in zip(planned, own, strict=True)
-            )
-            shares.append(other / sum(of.simulation.seconds for of in own))
-        rows.append((f"{made_for:,}", *(f"{share:.3f}" for share in shares)))
+            other = best = 0.0
+            for plan, of in zip(planned, own, strict=True):
+                other += simulate(of.tasks, tuple(timing.launch for timing in plan.simulation.timings)).seconds
+                best += of.simulation.seconds
+            row.append(f"{other / best:.3f}")
+        rows.append(row)
     return table(("planned for", *(f"at {length:,}" for length in lengths)), rows)
 
 
@@ -98,7 +98,8 @@ def main() -> None:
     options = parser.parse_args()
     lengths = [int(length) for length in options.lengths.split(",")]
     if options.work:
-        print(json.dumps(measure(*options.work, options.layers, lengths)))
+        system, dynamic = options.work
+        print(json.dumps(measure(system, dynamic, options.layers, lengths)))
         return
     rows = []
     for dynamic in DYNAMIC:

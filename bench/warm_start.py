@@ -126,7 +126,8 @@ def main() -> None:
     seconds, loading = ([one[name] for one in loaded] for name in ("seconds", "loading"))
     ratios = [one / pair[1]["seconds"] for one, pair in zip(seconds, found[SYSTEMS[1]], strict=True)]
     print(
-        f"{SYSTEMS[0]}, precompiled: {statistics.median(seconds):.2f}, after {statistics.median(loading):.2f} of loading; "
+        f"{SYSTEMS[0]}, precompiled: {statistics.median(seconds):.2f}, after {statistics.median(loading):.2f} of "
+        "loading; "
         f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f}) of {SYSTEMS[1]}, warm; "
         f"{loaded[-1]['hits']:.0f} hits, {loaded[-1]['misses']:.0f} misses"
     )

@@ -24,7 +24,7 @@ from compiled_fsdp.compat.graphs import copy_of
 from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.context import ForBackward
 from compiled_fsdp.passes.extract import extract
-from compiled_fsdp.passes.memory import saved_inputs, storage_bytes
+from compiled_fsdp.passes.memory import mark_computed, saved_inputs, storage_bytes
 from compiled_fsdp.passes.offload import Candidate, Candidates, offload
 from compiled_fsdp.passes.plan.adjust import as_late_as_can_be
 from compiled_fsdp.passes.plan.choose import PlanRules, choose
@@ -70,6 +70,7 @@ def cut(
     Raises:
         OverBudget: no choice fits into the budget, or the choice that the ranks agreed on does not fit on this rank.
     """
+    partition = functools.partial(_with_marks, partition)
     if ctx.rules.keep_as_sharded and ctx.rules.budget is None:
         return partition(mark_reads(joint, ctx))
     cuts = _Cuts(joint, ctx, mark_reads, partition)
@@ -86,6 +87,12 @@ def cut(
     if way != _Way():
         log.info("memory_budget: for backward: %s", ctx.for_backward)
     return chosen.halves
+
+
+def _with_marks(partition: Callable[[GraphModule], Halves], joint: GraphModule) -> Halves:
+    halves = partition(joint)
+    mark_computed(*halves)
+    return halves
 
 
 class _Way(NamedTuple):

@@ -32,8 +32,9 @@ def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> in
     nodes = list(gm.graph.nodes)
     memory = Lifetimes(gm, _sent, backward=backward)
     live, freed = 0, [0] * (len(nodes) + 1)
+    uncounted = {memory.owner[node] for node in nodes if node.name in shards}
     for node in nodes:
-        if node.op == "placeholder" and node.name not in shards:
+        if node.op == "placeholder" and node not in uncounted:
             live += memory.bytes(node)
             if backward:
                 freed[memory.dies.get(node, 0)] += memory.bytes(node)
@@ -48,7 +49,8 @@ def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> in
     return peak
 
 
-_OF_THE_CALLER = ("primals", "tangents")  # names of a backward's inputs that forward has not computed
+COMPUTED = "compiled_fsdp_computed"
+"""Key of ``Node.meta``: forward has computed the memory of this input of a backward."""
 
 
 class Lifetimes:
@@ -84,9 +86,15 @@ class Lifetimes:
         for place, node in enumerate(nodes):
             if OVERWRITES in node.meta:
                 dying = (self.owner[read] for read in _read_by(node) if self.dies[self.owner[read]] == place)
-                fits = (owner for owner in dying if _can_overwrite(node, owner, backward=backward))
+                fits = (
+                    owner for owner in dying if self._is_whole(owner) and _can_overwrite(node, owner, backward=backward)
+                )
                 if (old := next(fits, None)) is not None:
                     self._overwritten[node] = old
+
+    def _is_whole(self, owner: Node) -> bool:
+        """Whether a node is no part of larger memory that a backward was given."""
+        return self._inputs.get(owner, 0) <= storage_bytes(owner)
 
     def is_stored(self, node: Node) -> bool:
         """Whether a node has memory of its own."""
@@ -105,7 +113,8 @@ def saved_inputs(gm: GraphModule) -> tuple[dict[Node, int], dict[Node, Node]]:
     """Return the bytes that each input of a backward keeps alive, and for each view the first input of its memory.
 
     An input may be a view of a larger tensor that forward has computed, for example one of three parts of a product.
-    All of that tensor's memory is held until the last of its views dies.
+    All of that tensor's memory is held until the last of its views dies. Only inputs that ``mark_computed`` has marked
+    are returned, because the caller holds the others anyway.
     """
     held: dict[Node, int] = {}
     first: dict[Any, Node] = {}
@@ -114,13 +123,21 @@ def saved_inputs(gm: GraphModule) -> tuple[dict[Node, int], dict[Node, Node]]:
         tensor = node.meta.get("val")
         if node.op != "placeholder" or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             continue
-        if in_host_memory(node) or IS_SHARD in node.meta or node.name.startswith(_OF_THE_CALLER):
+        if COMPUTED not in node.meta or in_host_memory(node) or IS_SHARD in node.meta:
             continue
         memory = tensor.untyped_storage()
         owner[node] = first.setdefault(memory._cdata, node)
         if owner[node] is node:
             held[node] = max(tensor_bytes(tensor), hint(memory.nbytes()))
     return held, owner
+
+
+def mark_computed(forward: GraphModule, backward: GraphModule) -> None:
+    """Mark the inputs of a backward whose memory forward has computed: see ``saved_inputs``."""
+    computed = {node.name for node in forward.graph.nodes if memory_of(node).op == "call_function"}
+    for node in backward.graph.nodes:
+        if node.op == "placeholder" and node.name in computed:
+            node.meta[COMPUTED] = True
 
 
 def _read_by(node: Node) -> list[Node]:

@@ -36,7 +36,9 @@ def _read(op: Any) -> OpSchema:
     results = {
         name for result in schema.returns if result.alias_info is not None for name in result.alias_info.before_set
     }
-    returns_views = any(result.alias_info is not None and str(result.type).startswith("List") for result in schema.returns)
+    returns_views = any(
+        result.alias_info is not None and str(result.type).startswith("List") for result in schema.returns
+    )
     formals = list(enumerate(schema.arguments))
     return OpSchema(
         arguments={formal.name: (place, formal.default_value) for place, formal in formals},

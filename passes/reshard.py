@@ -28,7 +28,7 @@ from compiled_fsdp.passes.graph import (
     ops,
     set_argument,
 )
-from compiled_fsdp.passes.op_schema import schema_of
+from compiled_fsdp.passes.views import is_view
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -98,7 +98,7 @@ def _readers_of_written_inputs(gm: GraphModule) -> list[Node]:
         for user in stack.pop().users:
             if user.op != "call_function" or user in writes or user in readers:
                 continue
-            if schema_of(user.target).aliases:
+            if is_view(user):
                 stack.append(user)
             else:
                 readers[user] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import uuid
@@ -29,7 +30,7 @@ def replace_bytes(path: Path, content: bytes, rights: int) -> None:
         content: the new content.
         rights: ``READABLE`` or ``OURS``; the umask may take some permissions away.
     """
-    _make_folders(path.parent, _FOLDER[rights])
+    make_folders(path.parent, _FOLDER[rights])
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         _write(unfinished, content, rights, os.O_EXCL)
@@ -47,12 +48,17 @@ def write_text(path: Path, text: str) -> None:
 def check_folder_is_ours(folder: Path) -> None:
     """Raise ValueError if somebody else could put files into a folder of code that will run, or into its folders.
 
-    Fine is a folder of this user or of root that no other user may write to. A group that has this user's name does not
-    count as others: many systems give each user one, and permissions for it.
+    A missing folder is made, for this user alone. Fine is a folder of this user or of root that no other user may write to. The folders in it count only if others may
+    enter it. A group that has this user's name does not count as others: many systems give each user one, and
+    permissions for it.
     """
-    for each in (folder, *(entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))):
-        about = each.stat()
-        path = os.fspath(each)
+    make_folders(folder, _FOLDER[OURS])
+    others_enter = folder.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH)
+    for path in (folder, *(each for each in folder.iterdir() if others_enter and each.is_dir())):
+        try:
+            about = path.stat()
+        except FileNotFoundError:  # another process has removed it
+            continue
         if about.st_uid not in (os.getuid(), 0):
             raise ValueError(
                 f"compiled_fsdp: {path} belongs to another user, and has code that this process would run. Set "
@@ -62,11 +68,12 @@ def check_folder_is_ours(folder: Path) -> None:
         if everyone or (about.st_mode & stat.S_IWGRP and not _is_own_group(about.st_gid)):
             raise ValueError(
                 f"compiled_fsdp: {'every user' if everyone else 'a group'} can write to {path}, which has code that "
-                "this process would run. Set TORCHINDUCTOR_CACHE_DIR to a folder of your own, or take that right away: "
-                f"chmod -R go-w {os.fspath(folder)}"
+                "this process would run. Set TORCHINDUCTOR_CACHE_DIR to a folder of your own, or let nobody else in: "
+                f"chmod 700 {folder}"
             )
 
 
+@functools.cache
 def _is_own_group(group: int) -> bool:
     import grp  # not on every system
     import pwd
@@ -82,7 +89,7 @@ def _write(path: Path, content: bytes, rights: int, how: int) -> None:
         file.write(content)
 
 
-def _make_folders(folder: Path, rights: int) -> None:
+def make_folders(folder: Path, rights: int) -> None:
     """Create the missing folders with permissions ``rights``.
 
     ``mkdir(parents=True)`` would create the parents with all permissions that the umask leaves.

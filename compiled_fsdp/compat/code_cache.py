@@ -117,11 +117,10 @@ def _key(found: Any, call: inspect.BoundArguments) -> str | None:
 
 
 def cache_directory() -> Path:
-    """Return the folder of Inductor's caches. A missing one is made, and nobody else can write to it."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+    """Return the folder of Inductor's caches, which may not exist yet."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()).mkdir(0o700, parents=True, exist_ok=True)
-    return Path(cache_dir())
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
 
 
 def code_caches_are_on() -> bool:

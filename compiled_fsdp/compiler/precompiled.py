@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compiled_fsdp.base.files import OURS, READABLE, check_folder_is_ours, replace_bytes
+from compiled_fsdp.base.files import OURS, check_folder_is_ours, replace_bytes
 from compiled_fsdp.base.logs import warn_once
 from compiled_fsdp.base.plain_data import PlainData, Unfit
 from compiled_fsdp.compat.code_cache import cache_directory, code_caches_are_on
@@ -133,7 +133,6 @@ def save_precompiled(path: Path, folder: Path, facts: dict[str, str], ranks: Seq
             for file in sorted(folder.rglob("*")):
                 if file.is_file() and file.suffix != ".lock":
                     archive.write(file, _FILES + str(file.relative_to(folder)))
-        unfinished.chmod(READABLE)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

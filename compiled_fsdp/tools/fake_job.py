@@ -59,7 +59,8 @@ def _make_groups_fake() -> None:
 
     def fake_new(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(new_group).bind(*args, **kwargs)
-        return new_group(**{**given.arguments, "backend": "fake"})
+        others = {name: value for name, value in given.arguments.items() if name not in ("pg_options", "device_id")}
+        return new_group(**{**others, "backend": "fake"})
 
     init = dist.distributed_c10d.init_process_group
     modules: tuple[Any, ...] = (dist, dist.distributed_c10d, dist.device_mesh)

@@ -143,18 +143,18 @@ def computes(node: Node) -> bool:
 
 
 def base_of(node: Node) -> Node:
-    """The node whose memory a node reads: the node itself, or the source of a view."""
-    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+    """The node that a kernel reads: the node itself, or the source of a view. Elements of lists are read alone."""
+    while node.op == "call_function" and is_view(node) and not is_getitem(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def users_of(node: Node) -> list[Node]:
-    """The nodes that read a node, directly or through views."""
+    """The nodes that read a node, directly or through views; elements of lists count as readers."""
     found, stack = [], list(node.users)
     while stack:
         user = stack.pop()
-        if user.op == "call_function" and is_view(user):
+        if user.op == "call_function" and is_view(user) and not is_getitem(user):
             stack += list(user.users)
         else:
             found.append(user)

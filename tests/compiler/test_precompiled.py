@@ -159,13 +159,20 @@ def test_no_file(cache):
 @pytest.mark.parametrize("below", ["", "fxgraph"])
 def test_a_folder_that_others_can_write(below, rights, file, cache):
     """No code from it runs, whether it was there before or comes from a file."""
+    cache.chmod(0o755)
     (cache / below).mkdir(exist_ok=True)
     (cache / below).chmod(rights)
     with fake_group(2):
-        with pytest.raises(ValueError, match=r"every user can write to .*chmod -R go-w"):
+        with pytest.raises(ValueError, match=r"every user can write to .*chmod 700"):
             load_precompiled(file)
         with pytest.raises(ValueError, match="TORCHINDUCTOR_CACHE_DIR"):
             step(Net())
+
+
+def test_a_folder_that_nobody_else_can_enter(cache):
+    (cache / "fxgraph").mkdir()
+    (cache / "fxgraph").chmod(0o777)
+    files.check_folder_is_ours(cache)
 
 
 @pytest.mark.parametrize("is_own", [True, False])
@@ -191,10 +198,11 @@ def test_a_missing_folder_is_made_for_this_user_alone(cache, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "new"))
     before = os.umask(0)
     try:
-        assert cache_directory() == cache / "new"
+        files.check_folder_is_ours(cache_directory() / "below")
     finally:
         os.umask(before)
-    files.check_folder_is_ours(cache / "new")
+    for folder in (cache / "new", cache / "new" / "below"):
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_folder_that_cannot_be_written(file, cache, monkeypatch, tmp_path):

@@ -256,6 +256,28 @@ def test_a_buffer_written_from_weights(rank, world_size, way):
     assert not torch.equal(model.n, torch.ones(16))
 
 
+class Halves(nn.Module):
+    """Computes with parts of a buffer before it writes the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.register_buffer("n", torch.ones(2, 16))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        first, second = self.n.unbind()
+        x = torch.tanh(self.embedding(tokens) * (first * 2)) * (first * 3) * (first * 5) + second
+        self.n.add_(1)
+        return self.head(x)
+
+
+@distributed(world_size=2)
+def test_what_is_computed_from_parts_of_a_written_buffer(rank, world_size):
+    """It is saved, because backward would compute it from the new values."""
+    actual = train(compiled(fully_shard(seeded(Halves))), steps=2)
+    assert_same(actual, train(torch_fully_shard(seeded(Halves)), steps=2))
+
+
 class Synchronised(nn.Module):
     """Subtracts the mean over all ranks, and looks at what the others have."""
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -65,7 +66,12 @@ def precompile(
         cache, facts = Path(name) / "cache", Path(name) / "facts.json"
         cache.mkdir(mode=0o700)
         for rank in track(numbers, "compiling", console=console, disable=not console.is_terminal, transient=True):
-            job = {"RANK": rank, "LOCAL_RANK": rank % local, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local}
+            job: dict[str, Any] = {
+                "RANK": rank,
+                "LOCAL_RANK": rank % local,
+                "WORLD_SIZE": world_size,
+                "LOCAL_WORLD_SIZE": local,
+            }
             job |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "TORCHINDUCTOR_CACHE_DIR": cache, PRECOMPILING: 1}
             environment = {**os.environ, **{key: str(value) for key, value in job.items()}}
             if local > 1:  # as torchrun does; torch's caches know the number of threads
