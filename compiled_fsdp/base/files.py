@@ -48,9 +48,9 @@ def write_text(path: Path, text: str) -> None:
 def check_folder_is_ours(folder: Path) -> None:
     """Raise ValueError if somebody else could put files into a folder of code that will run, or into its folders.
 
-    A missing folder is made, for this user alone. Fine is a folder of this user or of root that no other user may write to. The folders in it count only if others may
-    enter it. A group that has this user's name does not count as others: many systems give each user one, and
-    permissions for it.
+    A missing folder is made, for this user alone. Fine is a folder of this user or of root that no other user may write
+    to. The folders in it count only if others may enter it. A group that has this user's name does not count as others:
+    many systems give each user one, and permissions for it.
     """
     make_folders(folder, _FOLDER[OURS])
     others_enter = folder.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH)
