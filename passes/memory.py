@@ -10,12 +10,12 @@ the memory of what their kernel reads (``cost/fusion.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.transport import LAUNCHES, WAIT
+from compiled_fsdp.compat.autograd import storage_id
 from compiled_fsdp.compat.graphs import hint, strides_of, tensors_in
 from compiled_fsdp.passes.cost.fusion import computes, is_library, stored_sources, users_of
 from compiled_fsdp.passes.graph import IS_SHARD, NOT_STORED, OVERWRITES, in_host_memory, is_getitem, kind_of
@@ -117,18 +117,16 @@ def saved_inputs(gm: GraphModule) -> tuple[dict[Node, int], dict[Node, Node]]:
     are returned, because the caller holds the others anyway.
     """
     held: dict[Node, int] = {}
-    first: dict[Any, Node] = {}
+    first: dict[int, Node] = {}
     owner: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         tensor = node.meta.get("val")
-        if node.op != "placeholder" or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        if COMPUTED not in node.meta or in_host_memory(node) or not isinstance(tensor, torch.Tensor):
             continue
-        if COMPUTED not in node.meta or in_host_memory(node) or IS_SHARD in node.meta:
-            continue
-        memory = tensor.untyped_storage()
-        owner[node] = first.setdefault(memory._cdata, node)
-        if owner[node] is node:
-            held[node] = max(tensor_bytes(tensor), hint(memory.nbytes()))
+        if memory := storage_id(tensor):
+            owner[node] = first.setdefault(memory, node)
+            if owner[node] is node:
+                held[node] = max(tensor_bytes(tensor), hint(tensor.untyped_storage().nbytes()))
     return held, owner
 
 

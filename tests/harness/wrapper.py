@@ -233,7 +233,7 @@ class _Reader:
     def _function(self, name: str, result: str) -> tuple[str, ...]:
         """Read a function that the wrapper calls, and return the memory of its results.
 
-        Each call makes new buffers, so this call's have the name of its result in theirs.
+        Each call makes new buffers, so their names are extended by the name of this call's result.
         """
         text = ast.unparse(self.repeated[name]).replace(f"{name}_", f"{name}_in_{result}_")
         for statement in ast.parse(text).body[0].body:

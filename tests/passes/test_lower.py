@@ -182,7 +182,7 @@ def test_kernels_leave_every_shard_aligned():
 def test_casts_of_a_coalesced_bucket():
     """One kernel casts what has to be cast; its pieces are sent. What is stored as it is sent is sent as it is.
 
-    All waits are before the first use, because what is sent is held until the last one, and the plan counts that.
+    The first use waits for all tensors, because the plan counts the sent memory only until the first wait.
     """
     params = [
         Param((4, 3), 0, 0, dtype=torch.bfloat16, stored=torch.float32),

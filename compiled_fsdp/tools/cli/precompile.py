@@ -87,4 +87,5 @@ def precompile(
             f"{script} compiled nothing that can be kept: it needs torch.compile(..., backend='compiled_fsdp') with "
             "Inductor's code (not codegen='aot_eager', not CUDA graphs, not compiled autograd), and torch's caches on."
         )
-    Console().print(f"{out}: code for {compiles} compiles, {out.stat().st_size / 1e6:,.1f} MB", soft_wrap=True)
+    what = f"{compiles} compile{'s' * (compiles > 1)}"
+    Console().print(f"{out}: code for {what}, {out.stat().st_size / 1e6:,.1f} MB", soft_wrap=True)
