@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_fsdp import fully_shard
 from compiled_fsdp.passes.cost.fusion import mark_memory
-from compiled_fsdp.passes.graph import calls
+from compiled_fsdp.passes.graph import aten, calls
 from compiled_fsdp.passes.share import share
 from tests.harness import compiled
 from tests.harness.fake import fake_group
@@ -332,6 +332,24 @@ def test_a_view_of_something_symbolic():
 
     _, after = shared(function, *tensors(3), tracing="symbolic")
     assert not calls(after, INVOKE)
+
+
+def test_a_function_may_return_what_cannot_be_a_copy():
+    """A rotation's ``cat`` and a cast have another size or type than what they are given."""
+
+    def function(x: Tensor, *parameters: Tensor) -> list[Tensor]:
+        found: list[Tensor] = []
+        for w, b in zip(parameters[::2], parameters[1::2], strict=True):
+            x = layer(x, w, b)
+            first, second = x.chunk(2, dim=1)
+            found += [torch.cat((first * 2 - second, second * 2 + first), dim=1), x.bfloat16()]
+            x = found[-2] @ w
+        return [*found, x]
+
+    inputs = tensors(3)
+    before, after = shared(function, *inputs)
+    assert not calls(after, aten.cat.default, aten._to_copy.default)
+    assert same(before, after, inputs)
 
 
 def test_a_function_does_not_return_a_copy():
