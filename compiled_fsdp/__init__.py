@@ -35,6 +35,8 @@ _PUBLIC = {
     "PROFILES": "compiled_fsdp.passes.cost.profiles",
     "load_precompiled": "compiled_fsdp.compiler.precompiled",
     "measure_hardware": "compiled_fsdp.compiler.measure",
+    "Muon": "compiled_fsdp.optim.muon",
+    "map_whole": "compiled_fsdp.optim.exchange",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
     "WirePolicy": "compiled_fsdp.sharding.wire_policy",
@@ -77,6 +79,7 @@ __all__ = [
     "Measurement",
     "MixedPrecisionPolicy",
     "ModelCall",
+    "Muon",
     "OffloadPolicy",
     "Options",
     "OverBudget",
@@ -97,6 +100,7 @@ __all__ = [
     "fully_shard",
     "install",
     "load_precompiled",
+    "map_whole",
     "measure_hardware",
     "profile",
     "record_collective_names",
@@ -126,6 +130,8 @@ if TYPE_CHECKING:
     from compiled_fsdp.frontend.fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from compiled_fsdp.frontend.fully_shard import fully_shard
     from compiled_fsdp.frontend.install import Installation, install
+    from compiled_fsdp.optim.exchange import map_whole
+    from compiled_fsdp.optim.muon import Muon
     from compiled_fsdp.passes.cost.hardware import Contention, CopyEngines, Hardware, Wires
     from compiled_fsdp.passes.cost.profiles import PROFILES
     from compiled_fsdp.sharding.wire_policy import WirePolicy

@@ -140,7 +140,7 @@ def _borders(sequence: Sequence[Node]) -> tuple[list[bool], set[Node]]:
 
 
 def _may_copy(node: Node) -> bool:
-    """Whether Inductor may remove a call because it changes nothing: its result looks like a tensor that it is given."""
+    """Whether Inductor may remove a call that changes nothing: its result looks like a tensor that it is given."""
     if getattr(node.target, "overloadpacket", None) not in _COPIES:
         return False
     given = [source.meta.get("val") for source in node.all_input_nodes]

@@ -21,8 +21,8 @@ class Traffic:
     Attributes:
         launches: the number of collectives.
         tensors: the number of parameters or gradients in them.
-        bytes: the bytes of the full tensors as they are sent (encoded, with a ``WirePolicy``); for an all-reduce, the
-            bytes of the shards.
+        bytes: the bytes of the full tensors as they are sent (encoded, with a ``WirePolicy``); for an all-reduce and an
+            exchange, the bytes of the shards.
         sent: the bytes that this rank sends if each collective is a ring: ``(n - 1) / n`` of ``bytes`` in a group of n
             ranks, and twice that for an all-reduce. gloo's reduce-scatter is an all-reduce inside, so it sends twice
             the bytes counted here. If an all-to-all is quicker, compiled_fsdp uses it instead; it sends as many bytes
@@ -45,8 +45,8 @@ class Traffic:
 class Volume:
     """The collectives that were counted inside a ``count_communication()`` context, by kind.
 
-    Kinds are "gather", "reduce" (over the shards) and "all_reduce" (over the replicas). For example,
-    ``volume["gather"].launches`` is the number of gathers.
+    Kinds are "gather", "reduce" (over the shards), "all_reduce" (over the replicas), and "exchange" (of ``Muon`` and
+    ``map_whole``). For example, ``volume["gather"].launches`` is the number of gathers.
     """
 
     by_kind: dict[str, Traffic] = field(default_factory=dict)
@@ -104,9 +104,10 @@ def launched(kind: str, tensors: int, size: int, ranks: int) -> None:
     """Count a launched collective, unless its group has one rank.
 
     Args:
-        kind: "gather", "reduce" or "all_reduce".
+        kind: "gather", "reduce", "all_reduce" or "exchange".
         tensors: the number of parameters or gradients in it.
-        size: the bytes of the full tensors; for an all-reduce, the bytes of the shards.
+        size: the bytes of the full tensors; for an all-reduce, the bytes of the shards; for an exchange, those of this
+            rank's parts.
         ranks: the number of ranks in its group.
     """
     if ranks > 1:

@@ -1,6 +1,6 @@
 """Transports, which send buckets by functional collectives, and functions that recognize such calls in a graph.
 
-No other file names the functional collectives. Those over symmetric memory are private ops of torch
+No other file names the collectives. Those over symmetric memory are private ops of torch
 (``compat/symm_mem.py``), and the same waits wait for them. A new transport needs a function here that launches it, and
 entries in ``TRANSPORTS``, ``LAUNCHES`` and ``KINDS``.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from compiled_fsdp.buckets.spec import BucketSpec, Kind
@@ -159,6 +160,28 @@ def gather_together(sent: Sequence[Tensor], world: int, group: str) -> list[Tens
 def gather_into(out: Sequence[Tensor], sent: Sequence[Tensor], world: int, group: str) -> list[Tensor]:
     """Start gathering in place, on the CPU: each tensor of ``sent`` is a view of this rank's part of one in ``out``."""
     return [ALL_GATHER_OUT(part, world, group, out=bucket) for part, bucket in zip(sent, out, strict=True)]
+
+
+def exchange(sent: Tensor, given: Sequence[int], taken: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, Any]:
+    """Start to send a part of a one-dimensional tensor to each rank, in eager code. Parts may have any sizes.
+
+    Bytes are sent, because gloo does not know every dtype.
+
+    Args:
+        sent: the parts for all ranks, in their order; must live until the work is done.
+        given: the number of elements for each rank.
+        taken: the number of elements that come from each rank.
+        group: the ranks.
+
+    Returns:
+        The tensor that receives the parts from all ranks, and the work to wait for.
+    """
+    received, width = sent.new_empty(sum(taken)), sent.dtype.itemsize
+    sizes = [width * count for count in taken], [width * count for count in given]
+    work = dist.all_to_all_single(
+        received.view(torch.uint8), sent.view(torch.uint8), *sizes, group=group, async_op=True
+    )
+    return received, work
 
 
 class Transport(NamedTuple):

@@ -1,0 +1,140 @@
+"""Muon for sharded parameters: each matrix is orthogonalized by one rank, and all ranks keep their shards of the state.
+
+The algorithm is torch.optim.Muon's (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp.compat.autograd import local_of
+from compiled_fsdp.compat.optim import adjusted_lr, newton_schulz, scalar
+from compiled_fsdp.optim.exchange import Parts, exchange, parts_of
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon for parameters that ``fully_shard`` has sharded.
+
+    Momentum and weights stay sharded, so the state dict is that of torch.optim.Muon with DTensors, and each loads the
+    other's. In a step each matrix's update goes to one rank in bfloat16, which torch.optim.Muon rounds it to as well;
+    that rank does the Newton-Schulz iteration, and each rank gets its part of the result. Ranks do about equal work,
+    and matrices are sent while others are computed. So parameters are equal bit for bit to those of torch.optim.Muon
+    with whole matrices and the same gradients.
+
+    In a group of n ranks, each rank sends (n - 1) / n of 4 bytes for each element of its shards. To gather every
+    float32 gradient on all ranks, it would send n - 1 times 4 bytes for each.
+
+    Example, with AdamW for the parameters that are no weight matrices of hidden layers::
+
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name]
+        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embedding" in name]
+        optimizer = compiled_fsdp.Muon(matrices, lr=0.02, adamw=[{"params": others, "lr": 3e-4}])
+
+    Args:
+        params: matrices, parameter groups, or named parameters, as for torch.optim.Muon. DTensors must have one
+            ``Shard`` placement; plain tensors and other optimizers' arguments are as in torch.optim.Muon.
+        lr: learning rate.
+        adamw: parameters, or parameter groups, that torch.optim.AdamW's algorithm updates, with its options. They are
+            groups of this optimizer too, so that schedulers and state dicts have them.
+        options: the other arguments of torch.optim.Muon: ``weight_decay``, ``momentum``, ``nesterov``,
+            ``ns_coefficients``, ``eps``, ``ns_steps``, ``adjust_lr_fn``.
+
+    Raises:
+        ValueError: a parameter of ``params`` is not a matrix.
+        NotImplementedError: a matrix is divided along several dimensions of its mesh (tensor parallelism).
+    """
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, *, adamw: Iterable[Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(params, lr=lr, **options)  # type: ignore[arg-type]  # torch's own annotation lacks Tensor
+        for group in self.param_groups:
+            group["algorithm"] = "muon"
+            for param in group["params"]:
+                parts_of(param)
+        for group in () if adamw is None else torch.optim.AdamW(adamw).param_groups:
+            super().add_param_group(group | {"algorithm": "adamw"})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("algorithm", "muon")  # a state dict of torch.optim.Muon has none
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; return the closure's loss.
+
+        All ranks must call it, with gradients for the same parameters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        matrices = list(self._matrices())
+        if matrices:
+            exchange(
+                [matrix.parts for matrix in matrices],
+                lambda i: matrices[i].update(),
+                lambda i, update: matrices[i].orthogonalized(update),
+                lambda i, part: matrices[i].apply(part),
+                cost=_products,
+            )
+        self._step_of_adamw()
+        return loss
+
+    def _matrices(self) -> Iterable[_Matrix]:
+        for group in self.param_groups:
+            if group["algorithm"] == "muon":
+                given: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
+                self._init_group(group, *given)  # type: ignore[no-untyped-call]
+                yield from (_Matrix(*each, group) for each in zip(*given, strict=True))
+
+    def _step_of_adamw(self) -> None:
+        groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        if not groups:
+            return
+        if not hasattr(self, "_adamw"):
+            self._adamw = torch.optim.AdamW(groups)
+        self._adamw.param_groups, self._adamw.state = groups, self.state
+        self._adamw.step()
+
+
+class _Matrix:
+    """One matrix in one step."""
+
+    def __init__(self, param: Tensor, grad: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
+        self.parts: Parts | None = parts_of(param)
+        self._shape, self._group = param.shape, group
+        self._param, self._grad, self._momentum = map(_local, (param, grad, momentum))
+
+    def update(self) -> Tensor:
+        """Add the gradient to the momentum; return this rank's part of what is orthogonalized, in bfloat16."""
+        momentum = self._group["momentum"]
+        self._momentum.lerp_(self._grad, 1 - momentum)
+        update = self._grad.lerp(self._momentum, momentum) if self._group["nesterov"] else self._momentum
+        return update.to(torch.bfloat16, copy=True)
+
+    def orthogonalized(self, update: Tensor) -> Tensor:
+        """Return the nearest orthogonal matrix, about, of a whole bfloat16 matrix."""
+        return newton_schulz(update, self._group["ns_coefficients"], self._group["ns_steps"], self._group["eps"])
+
+    def apply(self, part: Tensor) -> None:
+        """Subtract this rank's part of the result from the weights."""
+        lr = scalar(self._group["lr"])
+        self._param.mul_(1 - lr * self._group["weight_decay"])
+        self._param.add_(part, alpha=-adjusted_lr(lr, self._group["adjust_lr_fn"], self._shape))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _products(shape: torch.Size) -> float:
+    """The FLOPs of a Newton-Schulz step, which computes with the smaller side first, up to a factor."""
+    small, large = sorted(shape)
+    return float(2 * small * small * large + small**3)
