@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.base.files import OURS, replace_text
+from compiled_fsdp.base.files import OURS, check_folder_is_ours, replace_text
 from compiled_fsdp.base.logs import warn_once
 from compiled_fsdp.base.plain_data import PlainData
 from compiled_fsdp.buckets.agreed_plan import AgreedPlan
@@ -156,3 +156,26 @@ def taken_by_all(
 
 def _path(keys: Sequence[str]) -> Path:
     return cache_directory() / _FOLDER / f"{hashlib.sha256(repr(tuple(keys)).encode()).hexdigest()}.json"
+
+
+def checked_cache_folder() -> Path:
+    """Return Inductor's cache folder, which is made if it is missing.
+
+    Raises:
+        OSError: it cannot be made.
+        ValueError: other users can write to it.
+    """
+    folder = cache_directory()
+    try:
+        check_folder_is_ours(folder)
+    except OSError as error:
+        raise OSError(no_writing(error)) from error
+    return folder
+
+
+def no_writing(error: OSError) -> str:
+    """The message about a cache folder that cannot be written to."""
+    return (
+        f"compiled_fsdp: cannot write to Inductor's cache folder: {error}. Set TORCHINDUCTOR_CACHE_DIR to a folder "
+        "that this user can write to."
+    )

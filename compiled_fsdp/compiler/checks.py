@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.base.files import check_folder_is_ours
-from compiled_fsdp.compat.code_cache import cache_directory
 from compiled_fsdp.compat.compilers import check_inductor_options
 from compiled_fsdp.compat.graphs import activation_memory_budget
 from compiled_fsdp.compat.modules import torch_fsdp_in_forward
 from compiled_fsdp.compat.symm_mem import known_to_inductor, missing_kernel
+from compiled_fsdp.compiler.cached_code import checked_cache_folder
 from compiled_fsdp.compiler.hardware import hardware_of, local_nodes, use_bucket_kernels
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
@@ -52,7 +51,7 @@ def checked_options(
             f"torch._functorch.config.activation_memory_budget={share}. Set that to 1.0, or leave the option out."
         )
     if runs and parsed.codegen == "inductor":
-        check_folder_is_ours(cache_directory())
+        checked_cache_folder()
     if not region.reads and (name := torch_fsdp_in_forward(inputs)) is not None:
         raise NotImplementedError(
             f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside "

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compiled_fsdp.base.files import OURS, check_folder_is_ours, replace_bytes
+from compiled_fsdp.base.files import OURS, replace_bytes
 from compiled_fsdp.base.logs import warn_once
 from compiled_fsdp.base.plain_data import PlainData, Unfit
-from compiled_fsdp.compat.code_cache import cache_directory, code_caches_are_on
-from compiled_fsdp.compiler.cached_code import BUILD, CachedCode
+from compiled_fsdp.compat.code_cache import code_caches_are_on
+from compiled_fsdp.compiler.cached_code import BUILD, CachedCode, checked_cache_folder, no_writing
 from compiled_fsdp.compiler.hardware import device_name, ranks_on_this_machine
 from compiled_fsdp.ranks.question import Signature
 
@@ -201,18 +201,14 @@ def _unpack(archive: zipfile.ZipFile, names: Sequence[str]) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
+    folder = checked_cache_folder()
     try:
-        folder = cache_directory()
-        check_folder_is_ours(folder)
         for name in names:
             target = folder / name.removeprefix(_FILES)
             if not target.exists():
                 replace_bytes(target, archive.read(name), OURS)
     except OSError as error:
-        raise OSError(
-            f"load_precompiled cannot write to Inductor's cache folder: {error}. Set TORCHINDUCTOR_CACHE_DIR to a "
-            "folder that this user can write to."
-        ) from error
+        raise OSError(no_writing(error)) from error
 
 
 @functools.cache
