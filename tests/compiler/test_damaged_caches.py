@@ -120,9 +120,7 @@ def test_the_rank_that_compiles_for_others_is_killed(tmp_path):
 
 def cannot_write(rank: int, world_size: int, folder: str) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    with pytest.raises(
-        OSError, match=f"cannot write to Inductor's cache folder: .*{folder}.* Set TORCHINDUCTOR_CACHE_DIR"
-    ):
+    with pytest.raises(OSError, match=folder):  # torch's own error, if torch looks first
         run(rank)
 
 
