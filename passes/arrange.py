@@ -102,11 +102,10 @@ def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
     """Return the reads and reductions that need communication, and replace the others by local operations."""
     remaining = []
     for node in nodes:
-        if ctx.has_collective(argument(node, "world")) or (
-            node.target is ops.reduce_grad.default and ctx.has_replicas(argument(node, "group_id"))
-        ):
+        spec, reads = spec_of(node), node.target is ops.unshard.default
+        if ctx.has_collective(spec.group_id, spec.world) if reads else ctx.has_reduction(spec):
             remaining.append(node)
-        elif node.target is ops.unshard.default:
+        elif reads:
             meta = memory_of(argument(node, "shard")).meta
             meta[IS_SHARD] = (*meta.get(IS_SHARD, ()), argument(node, "read"))
             gather_alone(node)

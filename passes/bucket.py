@@ -3,8 +3,8 @@
     unshard(shard_0), unshard(shard_1), ..   -> launch([shard_0, shard_1, ..]) -> wait_tensor -> unpack_gather, ..
     reduce_grad(grad_0), reduce_grad(grad_1) -> launch([grad_0, grad_1, ..]) -> wait_tensor -> unpack_reduce, ..
 
-With replicas (HSDP), the first wait is followed by the launch of an all-reduce and a second wait. A coalesced bucket
-has a wait for each tensor.
+With replicas (HSDP), the first wait is followed by the launch of an all-reduce and a second wait. If there is one shard
+only (``replicate``), the first launch is the all-reduce. A coalesced bucket has a wait for each tensor.
 
 If the graph is a fragment (one of several graphs of a forward), collectives may cross its edges (``BucketSpec.edge``).
 Its first gather may be in flight before the graph runs, its last gather also starts the next graph's first one, and
@@ -157,7 +157,8 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
     with graph.inserting_before(max(members).next):  # nodes compare by their places
         launch = add_call(graph, ops.launch.default, grads, numbers, str(spec))
         waits, received = _waits(gm, launch, spec), spec
-        if ctx.has_replicas(spec.group_id) and reduction.sync is GradSync.ALL:
+        over_replicas = ctx.has_replicas(spec.group_id) and reduction.sync is GradSync.ALL
+        if over_replicas and spec.transport != "all_reduce":
             waits, pieces = _over_replicas(gm, waits, numbers, replace(spec, pieces=pieces)), 1
             received = replace(spec, codec="")
         for node, place, wait in zip(members, offsets(received), waits, strict=False):
@@ -174,7 +175,7 @@ def _over_replicas(gm: GraphModule, waits: list[Node], numbers: list[Node], spec
     count, found = len(waits), []
     for share in [slice(i, i + 1) for i in range(count)] if spec.coalesced else [slice(count)]:
         numels = spec.numels[share]
-        its = replace(spec, form=FLAT, transport="all_reduce", numels=numels, dims=(), reads=())
+        its = replace(spec, form=FLAT, transport="all_reduce_shards", numels=numels, dims=(), reads=())
         launch = add_call(gm.graph, ops.launch.default, [waits[share][0]], numbers[share], str(its))
         found += _waits(gm, launch, its)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.buckets.spec import Kind
-from compiled_fsdp.buckets.transport import BY_COPY_ENGINES, TRANSPORTS
+from compiled_fsdp.buckets.transport import BY_COPY_ENGINES, TRANSPORTS, reduces_by
 from compiled_fsdp.passes.cost.hardware import Curve
 from compiled_fsdp.passes.plan.channels import CommChannel
 
@@ -19,16 +19,19 @@ def channel_of(
     """The cost of the collectives of a group.
 
     Reductions are all-to-alls if gradients are encoded, or if the backend allows it and it is quicker. Their cost
-    includes the all-reduce of each shard over the replicas.
+    includes the all-reduce of each shard over the replicas. If there is one shard only, the all-reduce is all.
     """
     groups, kind = ctx.groups[group_id], Kind.GATHER if gathered else Kind.REDUCE
     name = _transport(ctx, kind, world, groups.nodes, encodes=encodes)
+    name = name if gathered else reduces_by(name, world, over_replicas=replicas > 1)
     transport = TRANSPORTS[name]
-    if transport.copy_engines:
+    if name == "all_reduce":
+        curve = ctx.hardware.curve(transport.curve, replicas, groups.replicate_nodes)
+    elif transport.copy_engines:
         curve = ctx.hardware.curve_by_copies(transport.curve, world)
     else:
         curve = ctx.hardware.curve(transport.curve, world, groups.nodes)
-    if replicas > 1:
+    if replicas > 1 and name != "all_reduce":
         curve = _one_after_the_other(curve, ctx.hardware.curve("all_reduce", replicas, groups.replicate_nodes), world)
     of_reductions = not gathered and groups.has_reduce_scatter_group
     # torch runs all collectives by copy engines on one stream
@@ -44,6 +47,14 @@ def channel_of(
         quick=curve.quick,
         by_copies=transport.copy_engines and replicas == 1,
     )
+
+
+def link_of(ctx: PassContext, world: int, group_id: int, replicas: int) -> str:
+    """The wires that limit a group's collectives, as ``Hardware.link`` names them; arguments as for ``channel_of``."""
+    groups = ctx.groups[group_id]
+    if world == 1 and replicas > 1:
+        return ctx.hardware.link(replicas, groups.replicate_nodes)
+    return ctx.hardware.link(world, groups.nodes)
 
 
 def _one_after_the_other(reduces: Curve, over_replicas: Curve, world: int) -> Curve:

@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
+from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.buckets.transport import GroupNames
 from compiled_fsdp.passes.alive import HeldByModule
 from compiled_fsdp.passes.cost import PROFILES, Hardware
@@ -204,9 +205,13 @@ class PassContext:
         """Whether gradients that were reduced over this mesh are then reduced over replicas."""
         return self.groups[group_id].replicate is not None
 
-    def has_collective(self, world: int) -> bool:
-        """Whether a group of ``world`` ranks launches collectives."""
-        return world > 1 or self.collectives_at_world_size_1
+    def has_collective(self, group_id: int, world: int) -> bool:
+        """Whether the ``world`` ranks of a mesh that share a parameter launch collectives."""
+        return world > 1 or (self.collectives_at_world_size_1 and self.groups[group_id].all_gather != "")
+
+    def has_reduction(self, spec: ReadSpec) -> bool:
+        """Whether the reduction of a parameter's gradient launches a collective, over shards or over replicas."""
+        return self.has_replicas(spec.group_id) or self.has_collective(spec.group_id, spec.world)
 
     def changed(self, name: str, summary: str) -> None:
         """Note in one line what the pass ``name`` did; the line is logged with the pass's time after it returns."""

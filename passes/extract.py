@@ -17,9 +17,10 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets.codec import RESIDUAL_ITEMSIZE
 from compiled_fsdp.buckets.kernels.layout import aligned
 from compiled_fsdp.buckets.layout import TensorSize
+from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.compat.graphs import hint
 from compiled_fsdp.passes.alive import Alive
-from compiled_fsdp.passes.channel import channel_of
+from compiled_fsdp.passes.channel import channel_of, link_of
 from compiled_fsdp.passes.cost.compute import Cost, library_kernels, node_costs
 from compiled_fsdp.passes.cost.fusion import mark_memory
 from compiled_fsdp.passes.cost.hardware import Hardware
@@ -55,9 +56,10 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
         detail += f" {codec}" * (gathered and bool(codec))
         key = f"{'gather' if gathered else 'reduce'} mesh {group_id} {detail}"
         if key not in channels:
-            replicas = 1 if gathered else read.replicas
+            over_replicas = not gathered and read.reduce_spec.sync is GradSync.ALL
+            replicas = read.replicas if over_replicas else 1
             channels[key] = channel_of(ctx, gathered, world, group_id, replicas, encodes=bool(codec))
-            links[channels[key].stream] = ctx.hardware.link(world, ctx.groups[group_id].nodes)
+            links[channels[key].stream] = link_of(ctx, world, group_id, replicas)
         first = segments.start[node]
         if gathered:
             last = max(alive.last_segment(node, first), first)

@@ -68,6 +68,8 @@ def is_planned(node: Node) -> bool:
     """Whether a node launches a gather or a reduction of the plan."""
     if node.op != "call_function" or not node.meta.get("of_bucket"):
         return False
+    if node.target in transport.ALL_REDUCES:
+        return "reads" in node.meta  # else it continues a bucket: over replicas, after the ranks that shard
     return node.target in transport.LAUNCHES or is_launch(node)
 
 

@@ -7,7 +7,8 @@ Inductor, logs and profiling tools know those.
                                   or -> all_to_all_single                                            or slices, added
     with a codec encode([a, b]) -> the same, or all_to_all_single                              -> decode or decode_sum
     coalesced  ->  all_gather_into_tensor_coalesced; on the CPU one all_gather_into_tensor each
-    launch([w])  all_reduce   ->  all_reduce                               casts, divisions: in packing and unpacking
+    launch([w])  all_reduce_shards, or launch([g, h])  all_reduce  ->  all_reduce
+                 casts, divisions: in packing and unpacking
 
 With Triton kernels, pack_shards and pack_grads pack a bucket, and unpack_fulls and unpack_shards unpack it
 (``buckets/kernels/``). On the CPU, cat_bucket packs a flat bucket, and split_bucket or sum_bucket unpack it
@@ -69,6 +70,8 @@ def _launch(node: Node, ctx: PassContext) -> None:
         return collectives.launch(given[:count], given[count:], spec, groups)
 
     added = inline(node, run, [*tensors, *(argument(node, "param_ids") if takes else ())])
+    if spec.transport == "all_reduce_shards":  # it belongs to the bucket whose reduction it continues
+        return
     launched = [n for n in added if n.target in LAUNCHES]
     each = [spec.reads] if len(launched) == 1 else [(read,) for read in spec.reads]
     for collective, its_reads in zip(launched, each, strict=True):
@@ -95,7 +98,7 @@ def _unpack_reduce(node: Node, ctx: PassContext) -> None:
 
 def _unshard(node: Node, ctx: PassContext) -> None:
     spec = spec_of(node)
-    if not ctx.has_collective(spec.world):
+    if not ctx.has_collective(spec.group_id, spec.world):
         gather_alone(node)
         return
     inline(node, partial(collectives.unshard, spec=spec, groups=ctx.groups[spec.group_id]), [argument(node, "shard")])
@@ -135,7 +138,7 @@ def reduce_alone(node: Node) -> None:
 def _reduce_grad(node: Node, ctx: PassContext) -> None:
     spec, dtype = spec_of(node), argument(node, "dtype")
     groups = ctx.groups[spec.group_id]
-    if not ctx.has_collective(spec.world) and groups.replicate is None:
+    if not ctx.has_reduction(spec):
         reduce_alone(node)
         return
 

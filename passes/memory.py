@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.buckets.transport import LAUNCHES, WAIT
+from compiled_fsdp.buckets.transport import ALL_REDUCES, LAUNCHES, WAIT
 from compiled_fsdp.compat.autograd import storage_id
 from compiled_fsdp.compat.graphs import hint, strides_of, tensors_in
 from compiled_fsdp.passes.cost.fusion import computes, is_library, stored_sources, users_of
@@ -162,6 +162,8 @@ def _sent(wait: Node) -> Sequence[Node]:
     launch = wait.all_input_nodes[0]
     launch = launch.all_input_nodes[0] if is_getitem(launch) else launch
     of_model = kind_of(launch) is not None and not launch.meta.get("of_bucket")
+    if launch.target in ALL_REDUCES and not of_model:  # it copies its inputs when it is launched
+        return ()
     return launch.all_input_nodes if launch.target in LAUNCHES or of_model else ()
 
 

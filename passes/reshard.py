@@ -126,7 +126,7 @@ def _with_elements(node: Node) -> list[Node]:
 def _is_kept(read: Node, ctx: PassContext) -> bool:
     # in a group of one rank nothing is gathered: the shard is the parameter
     keep = bool(argument(read, "keep")) if ctx.kept_reads is None else argument(read, "read") in ctx.kept_reads
-    return keep and ctx.has_collective(argument(read, "world"))
+    return keep and ctx.has_collective(argument(read, "group_id"), argument(read, "world"))
 
 
 def mark(node: Node, policy: CheckpointPolicy) -> None:

@@ -12,7 +12,8 @@ A reduction may be an all-to-all, because gloo's reduce-scatter is an all-reduce
 rank then receives one addend for its shard from every rank, and sums or averages the addends after the wait.
 
 With replicas (HSDP) a bucket is reduced twice: a reduce-scatter over the ranks that shard the parameters, then an
-all-reduce of the result over the replicas. Casts are part of packing and unpacking.
+all-reduce of the result over the replicas. If there is one shard only (``replicate``), there is the all-reduce alone.
+Casts are part of packing and unpacking.
 
 With a codec (``codec.py``) a bucket consists of bytes: packing encodes, unpacking decodes, offsets count bytes, and a
 reduction is an all-to-all.
@@ -337,7 +338,7 @@ def launch(
     """
     if spec.kind.supplies:
         sent = pack_shards(tensors, spec)
-    elif spec.transport == "all_reduce":
+    elif spec.transport == "all_reduce_shards":
         sent = [pack_for_replicas(tensors[0], spec, param_ids, groups.rank)]
     else:
         sent = pack_grads(tensors, spec, param_ids)
@@ -368,13 +369,15 @@ def reduce_grad(
     ``announce`` is called with "reduce" before the first launch, and with "all_reduce" before a launch over replicas.
     """
     reduction = spec.reduction
-    bucket = _bucket_of_one(spec, "all_to_all" if reduction.codec else "reduce_scatter")
-    announce("reduce")
+    over_replicas = groups.replicate is not None and reduction.sync is GradSync.ALL
+    by = transport.reduces_by("reduce_scatter", spec.world, codec=reduction.codec, over_replicas=over_replicas)
+    bucket = _bucket_of_one(spec, by)
+    announce("all_reduce" if by == "all_reduce" else "reduce")
     (reduced,) = launch([grad], param_ids, bucket, groups)
     reduced, pieces = wait(reduced), spec.world if reduction.codec else 1
-    if groups.replicate is not None and reduction.sync is GradSync.ALL:
+    if over_replicas and by != "all_reduce":
         announce("all_reduce")
-        (reduced,) = launch([reduced], param_ids, replace(bucket, transport="all_reduce", pieces=pieces), groups)
+        (reduced,) = launch([reduced], param_ids, replace(bucket, transport="all_reduce_shards", pieces=pieces), groups)
         reduced, pieces = wait(reduced), 1
     return unpack_reduce(reduced, 0, spec.shard_size, dtype, reduction, pieces, groups.rank if pieces > 1 else 0)
 

@@ -31,11 +31,13 @@ REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 REDUCE_SCATTER_COALESCED = _c10d.reduce_scatter_tensor_coalesced.default
 ALL_TO_ALL = _c10d.all_to_all_single.default
 ALL_REDUCE = _c10d.all_reduce.default
+ALL_REDUCE_COALESCED = _c10d.all_reduce_coalesced.default
 
 GATHERS = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, symm_mem.ALL_GATHER)
-LAUNCHES = (*GATHERS, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL, symm_mem.REDUCE_SCATTER)
-"""The ops that gather or reduce over the ranks that shard."""
-GROUPED = (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED)
+ALL_REDUCES = (ALL_REDUCE, ALL_REDUCE_COALESCED)
+LAUNCHES = (*GATHERS, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL, symm_mem.REDUCE_SCATTER, *ALL_REDUCES)
+"""The ops that launch a bucket. An all-reduce may also be the second half of one (``all_reduce_shards``)."""
+GROUPED = (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED, ALL_REDUCE_COALESCED)
 """The ops that send several tensors in one call; each returned tensor has its own wait."""
 
 
@@ -224,7 +226,10 @@ def _all_to_all(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Te
 
 
 def _all_reduce(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Tensor]:
-    return [ALL_REDUCE(_as_real(packed), spec.reduction.op, group) for packed in sent]
+    op, real = spec.reduction.op, [_as_real(packed) for packed in sent]
+    if not spec.coalesced or sent[0].device.type == "cpu":
+        return [ALL_REDUCE(packed, op, group) for packed in real]
+    return ALL_REDUCE_COALESCED(real, op, group)
 
 
 def _gather_by_copies(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Tensor]:
@@ -242,14 +247,30 @@ TRANSPORTS = {
     "reduce_scatter": Transport(_reduce_scatter, "reduce_scatter", "reduce"),
     # sends each part of ``[world * n]`` to its rank, and receives ``[world * n]``: one addend from every rank
     "all_to_all": Transport(_all_to_all, "reduce_scatter", "alltoall", leaves_pieces=True),
-    # reduces over the replicas after a reduction over the ranks that shard
+    # sums or averages ``[n]`` over the replicas, if there is one shard only
     "all_reduce": Transport(_all_reduce, "replicate", "all_reduce"),
+    # the same for ``[n]`` that was reduced over the ranks that shard before
+    "all_reduce_shards": Transport(_all_reduce, "replicate", "all_reduce"),
     "symm_mem_all_gather": Transport(_gather_by_copies, "all_gather", "gather", copy_engines=True),
     "symm_mem_reduce_scatter": Transport(_reduce_by_copies, "reduce_scatter", "reduce", copy_engines=True),
 }
 """The transports, by their names in plans and specs."""
 BY_COPY_ENGINES = {Kind.GATHER: "symm_mem_all_gather", Kind.REDUCE: "symm_mem_reduce_scatter"}
 """The transports of the option ``transport="symm_mem"``."""
+
+
+def reduces_by(asked: str, world: int, *, codec: str = "", over_replicas: bool) -> str:
+    """The transport of a bucket of reductions.
+
+    Args:
+        asked: the transport if neither replicas nor a codec decide.
+        world: the number of shards.
+        codec: the codec of the gradients; "" for none.
+        over_replicas: whether gradients are reduced over replicas, too.
+    """
+    if world == 1 and over_replicas:
+        return "all_reduce"
+    return "all_to_all" if codec else asked
 
 
 def launch(sent: Sequence[Tensor], spec: BucketSpec, groups: GroupNames) -> list[Tensor]:

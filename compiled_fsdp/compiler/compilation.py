@@ -19,7 +19,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ from compiled_fsdp.compiler.shared_code import with_parameters
 from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
 from compiled_fsdp.compiler.user_buckets import user_buckets
 from compiled_fsdp.passes import plan_pass
-from compiled_fsdp.passes.context import ForBackward, Groups, PassContext
+from compiled_fsdp.passes.context import ForBackward, PassContext
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.cut import cut
 from compiled_fsdp.passes.graph import is_ours, keeps_order
@@ -376,7 +376,7 @@ class Compilation:
             "reads": {read.index: read for read in self.region.reads},
             "groups": groups,
             "place_of_group": partial(place_of_group, hardware=hardware),
-            "rules": self._rules(hardware, groups),
+            "rules": self._rules(hardware),
             "bytes_outside_graph": bytes_outside_graph(self.options, self.region),
             "host_memory": host_memory_for_activations(self.options, self.region, hardware),
             "hardware": hardware,
@@ -392,7 +392,7 @@ class Compilation:
         }
         return PassContext(**(self._options_of_passes() | resolved))
 
-    def _rules(self, hardware: Hardware, groups: Mapping[int, Groups]) -> PlanRules:
+    def _rules(self, hardware: Hardware) -> PlanRules:
         """Return the rules that the plans of the region's graphs must follow."""
         options, region = self.options, self.region
         bucket: Any = options.bucket  # ``Options`` has made tuples of its lists
@@ -405,7 +405,7 @@ class Compilation:
             device_bytes=hardware.memory,
             keep_as_sharded=options.reshard_after_forward == "as sharded",
             is_fragment=region.is_fragment and options.overlap,
-            replicates=any(of.replicate is not None for of in groups.values()),
+            replicates=any(group.replicas > 1 and group.size > 1 for group in region.groups),
         )
 
     def _options_of_passes(self) -> dict[str, Any]:

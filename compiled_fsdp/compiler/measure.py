@@ -405,7 +405,7 @@ class _Stopwatch:
 
     def _all_reduce(self, group: dist.ProcessGroup, size: int, count: int) -> None:
         pieces = [torch.zeros(size // 4, device=self.device) for _ in range(count)]
-        for bucket in [self._launch(Kind.REDUCE, "all_reduce", piece, piece.numel(), group) for piece in pieces]:
+        for bucket in [self._launch(Kind.REDUCE, "all_reduce_shards", piece, piece.numel(), group) for piece in pieces]:
             transport.wait(bucket)
 
     def _host_collective(self) -> float:

@@ -82,5 +82,5 @@ def bytes_outside_graph(options: Options, region: Region) -> float:
                 total += unsharded * parameter.dtypes.reduced.itemsize if unit.accumulation.enabled else 0
                 total += unsharded * RESIDUAL_ITEMSIZE if parameter.grads.spec.error_feedback else 0
     largest = max(block_bytes.values(), default=0)
-    left_to_replicas = [largest / group.size for group in region.groups if group.replicas > 1]
+    left_to_replicas = [largest / group.size for group in region.groups if group.replicas > 1 and group.size > 1]
     return total + 3 * largest + max(left_to_replicas, default=0)

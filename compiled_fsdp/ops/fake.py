@@ -59,14 +59,14 @@ def launch(tensors: Any, param_ids: Any, spec_text: str) -> list[Tensor]:
     """The received bucket: one flat tensor, or one for each of ``tensors`` if the bucket is coalesced.
 
     It has the dtype that is sent, bytes with a codec. A gather receives the shards of all ranks. A reduction receives
-    one shard, or with an all-to-all each rank's part of the sum for that shard. An all-reduce over the replicas
-    receives one shard, decoded. A reduction that ends outside of the graph returns a zero, ``[]``.
+    one shard, or with an all-to-all each rank's part of the sum for that shard. An all-reduce of shards over the
+    replicas receives one shard, decoded. A reduction that ends outside of the graph returns a zero, ``[]``.
     """
     spec = BucketSpec.parse(spec_text)
     like = tensors[0]
     if not spec.kind.supplies and spec.edge is not None:
         return [like.new_empty((), dtype=spec.dtype)]
-    if spec.transport == "all_reduce":
+    if spec.transport == "all_reduce_shards":
         if spec.codec:
             return [like.new_empty([sum(spec.numels)], dtype=getattr(torch, spec.reduction.dtype))]
         return [like.new_empty([like.numel() // spec.pieces])]

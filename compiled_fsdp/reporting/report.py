@@ -274,7 +274,8 @@ class GraphReport:
                 ranks = group[1] if group and bucket.group_id == group[0] else first.world
                 traffic.launched("gather", len(bucket.reads), bucket.bytes, ranks)
             else:
-                traffic.launched("reduce", len(bucket.reads), bucket.bytes, first.world)
+                if bucket.transport != "all_reduce":
+                    traffic.launched("reduce", len(bucket.reads), bucket.bytes, first.world)
                 if first.reduce_spec.sync is GradSync.ALL:
                     size = sum(reads[index].reduced_bytes for index in bucket.reads)
                     traffic.launched("all_reduce", len(bucket.reads), size // first.world, first.replicas)

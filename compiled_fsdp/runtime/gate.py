@@ -90,7 +90,7 @@ def give_gate(parameter: ShardedParameter, unit: Unit) -> None:
     Without the mark Dynamo would make them symbolic as soon as it sees a layer of another width.
     """
     _make_gate(parameter)
-    parameter.active_gate = parameter.grads.gate_for(unit.accumulation.sync)
+    parameter.active_gate = parameter.grads.gate_for(parameter.sync_for(unit.accumulation.sync))
     parameter.show()
     local = local_of(parameter.param)
     parts = parameter.held_tensors() if parameter.wrapped else [local]

@@ -14,7 +14,7 @@ from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind
-from compiled_fsdp.buckets.transport import TRANSPORTS
+from compiled_fsdp.buckets.transport import TRANSPORTS, reduces_by
 from compiled_fsdp.compat.autograd import outside_of_autocast
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.runtime.in_flight import announce
@@ -67,19 +67,23 @@ class PendingReduceScatter:
         self._parameters, self.graph, self._copier = list(parameters), graph, how.copier
         self.spec = self.spec.of(*(grad.dtype for grad in grads))
         group = parameters[0].group
+        over_replicas = group.replicas > 1 and self.spec.sync is GradSync.ALL
+        by = reduces_by(how.transport, group.size, codec=self.spec.codec, over_replicas=over_replicas)
         bucket = BucketSpec(
-            Kind.REDUCE, how.form, "all_to_all" if self.spec.codec else how.transport, group.size, self._numels(),
-            group.group_id, tuple([p.dim for p in parameters]), reduce=str(self.spec), codec=self.spec.codec,
-            copier=self._copier,
+            Kind.REDUCE, how.form, by, group.size, self._numels(), group.group_id, tuple([p.dim for p in parameters]),
+            reduce=str(self.spec), codec=self.spec.codec, copier=self._copier,
         )  # fmt: skip
         leaves_pieces = TRANSPORTS[bucket.transport].leaves_pieces
         self._pieces = group.size if leaves_pieces else 1
-        self._replicas_to_come = group.replicas > 1 and self.spec.sync is GradSync.ALL
+        self._replicas_to_come = over_replicas and by != "all_reduce"
         self._graphs_beside = 2 if self._replicas_to_come else 1
         one_by_one = bucket.coalesced and (grads[0].device.type == "cpu" or leaves_pieces)
         calls = [[parameter] for parameter in self._parameters] if one_by_one else [self._parameters]
         sizes = [sum(p.reduced_nbytes for p in call) for call in calls]
-        announce("reduce", calls, sizes, group.size)
+        if by == "all_reduce":
+            announce("all_reduce", calls, sizes, group.replicas)
+        else:
+            announce("reduce", calls, sizes, group.size)
         assert not (bucket.coalesced and self._replicas_to_come)
         self._buckets = collectives.launch(grads, self._id_tensors(), bucket, group.group_names)
         self._places = _places(bucket)
@@ -106,7 +110,7 @@ class PendingReduceScatter:
         group, numels = self._parameters[0].group, self._numels()
         encoded = bucket.dtype is torch.uint8 and bool(self.spec.codec)  # pending gradients are decoded already
         spec = BucketSpec(
-            Kind.REDUCE, FLAT, "all_reduce", group.size, numels, group.group_id, reduce=str(self.spec),
+            Kind.REDUCE, FLAT, "all_reduce_shards", group.size, numels, group.group_id, reduce=str(self.spec),
             codec=self.spec.codec if encoded else "", pieces=self._pieces, copier=self._copier,
         )  # fmt: skip
         size = sum(numels) * getattr(torch, self.spec.dtype).itemsize

@@ -233,6 +233,11 @@ class ShardedParameter:
         found = None if traced is None else traced.values("param.requires_grad")
         return None if found is None else found[0]
 
+    def sync_for(self, asked: GradSync) -> GradSync:
+        """How far its gradients are reduced if its unit asks for ``asked``."""
+        # a gradient of a single shard is reduced by its all-reduce alone, so without that it is not reduced at all
+        return GradSync.NONE if asked is GradSync.SHARDS_ONLY and self.world == 1 else asked
+
     @property
     def gate_dtype(self) -> torch.dtype:
         """The dtype in which autograd brings the reduced gradient to the gate: that of ``.grad``, if it is fixed."""

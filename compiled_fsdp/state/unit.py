@@ -413,8 +413,9 @@ class Unit:
 
     def apply_texts(self) -> None:
         """Set the reduction text and the gate that the next forward's reads use."""
-        sync, adds = self.accumulation.sync, self.accumulation.adds
+        adds = self.accumulation.adds
         for parameter in self.parameters:
+            sync = parameter.sync_for(self.accumulation.sync)
             parameter.active_gate = parameter.grads.gate_for(sync)
             parameter.tell(reduce=parameter.grads.text_by_sync[sync, adds])
 

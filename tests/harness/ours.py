@@ -53,7 +53,7 @@ def planned_ops(graph: GraphReport) -> Counter[str]:
     ops = Counter(re.findall(r"torch\.ops\.(?:compiled_fsdp|_c10d_functional)\.(\w+)\.", graph.planned))
     launches = re.findall(r"launch\.default\(.*'(\w+) \w+ (\w+); world", graph.planned)
     assert ops.pop("launch", 0) == len(launches)
-    return ops + Counter(transport if transport == "all_reduce" else kind for kind, transport in launches)
+    return ops + Counter("all_reduce" if "all_reduce" in transport else kind for kind, transport in launches)
 
 
 def collectives_of(run: Callable[[], Any], prefix: str = "gloo:") -> list[str]:

@@ -183,7 +183,7 @@ def launched(gm: GraphModule, kind: Kind | None = None, *, crossing: bool | None
     return [
         node
         for node in calls(gm, ops.launch.default)
-        if (spec := spec_of(node)).transport != "all_reduce"
+        if (spec := spec_of(node)).transport != "all_reduce_shards"
         and kind in (None, spec.kind)
         and crossing in (None, spec.edge is not None)
     ]
