@@ -18,6 +18,7 @@ __version__ = "0.1.0.dev0"
 # The module that defines each public name. FSDP2's policy types are re-exported, so that a script changes one import.
 _PUBLIC = {
     "fully_shard": "compiled_fsdp.frontend.fully_shard",
+    "replicate": "compiled_fsdp.frontend.replicate",
     "FSDPModule": "compiled_fsdp.frontend.fsdp_module",
     "register_fsdp_forward_method": "compiled_fsdp.frontend.fsdp_module",
     "share_comm_ctx": "compiled_fsdp.frontend.fsdp_module",
@@ -105,6 +106,7 @@ __all__ = [
     "profile",
     "record_collective_names",
     "register_fsdp_forward_method",
+    "replicate",
     "share_comm_ctx",
 ]
 
@@ -130,6 +132,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.frontend.fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from compiled_fsdp.frontend.fully_shard import fully_shard
     from compiled_fsdp.frontend.install import Installation, install
+    from compiled_fsdp.frontend.replicate import replicate
     from compiled_fsdp.optim.exchange import map_whole
     from compiled_fsdp.optim.muon import Muon
     from compiled_fsdp.passes.cost.hardware import Contention, CopyEngines, Hardware, Wires

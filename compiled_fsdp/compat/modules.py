@@ -111,6 +111,14 @@ def torchs_fsdp2() -> Any:
 
 
 @functools.cache
+def torchs_replicate() -> Any:
+    """Return torch's ``replicate`` of FSDP2. Call this before ``install`` replaces the name where it is defined."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate
+
+
+@functools.cache
 def _torchs_fully_shard() -> Any:
     return torchs_fsdp2().fully_shard
 
@@ -221,6 +229,11 @@ def fsdp2_state(module: torch.nn.Module) -> Any:
     It is a state if torch's FSDP2 has sharded the module, or if ``set_fsdp2_state`` was called with it; otherwise None.
     """
     return _torchs_fully_shard().state(module)
+
+
+def replicate_state(module: torch.nn.Module) -> Any:
+    """Return the result of torch's ``replicate.state(module)``: a state if torch's ``replicate`` was applied to it."""
+    return torchs_replicate().state(module)
 
 
 def has_spmd_types(param: torch.Tensor) -> bool:

@@ -114,8 +114,8 @@ def measured_for(region: Region) -> Hardware | None:
         ValueError: ranks that share the plan have measured apart from each other.
     """
     for group in region.groups:
-        if group.process_group in measured:
-            hardware, ranks = measured[group.process_group]
+        if group.first_group in measured:
+            hardware, ranks = measured[group.first_group]
             if not ranks.issuperset(group.ranks):
                 raise ValueError(
                     f"measure_hardware was called with a mesh of ranks {_listed(ranks)}, but the model is on a mesh of "

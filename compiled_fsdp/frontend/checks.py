@@ -127,18 +127,26 @@ def layouts_of(
     shard_placement_fn: Any,
     mesh: DeviceMesh,
     full_mesh: FullMesh | None,
+    replicates: bool,
     others: dict[nn.Parameter, str],
 ) -> dict[nn.Parameter, Layout]:
     """The layout of each parameter on the meshes.
 
     Args:
+        replicates: whether every rank of ``mesh`` holds whole parameters.
         others: parameters of other units of the same call, with their names.
 
     Raises:
-        ValueError: a parameter belongs to another unit (for example, a layer is sharded after its root), has no
-            dimension or no elements, or its placement does not fit; or trainable parameters have several dtypes.
+        ValueError: ``shard_placement_fn`` is given although nothing is sharded; a parameter belongs to another unit (for
+            example, a layer is sharded after its root), has no dimension or no elements, or its placement does not fit;
+            or trainable parameters have several dtypes.
         NotImplementedError: a parameter is not contiguous, or ``spmd_types`` has annotated it.
     """
+    if replicates and shard_placement_fn is not None:
+        raise ValueError(
+            "fully_shard: shard_placement_fn chooses the dimension that is sharded, but dp_mesh_dims names only "
+            "dimensions to replicate over. Leave shard_placement_fn out, or name a dimension to shard over."
+        )
     layouts = {}
     known = parameters_by_param() if any(isinstance(param, DTensor) for param in places) else {}
     for param in places:
@@ -177,7 +185,8 @@ def layouts_of(
                 "forward (FSDP2 does). Shard the model before it is annotated, or with "
                 "torch.distributed.fsdp.fully_shard."
             )
-        layouts[param] = layout_of(name, param, *_placement(name, param, shard_placement_fn, mesh, full_mesh))
+        place = _placement(name, param, shard_placement_fn, mesh, full_mesh)
+        layouts[param] = layout_of(name, param, *place, replicates=replicates)
     dtypes: dict[torch.dtype, str] = {}
     for param in places:
         if param.requires_grad:

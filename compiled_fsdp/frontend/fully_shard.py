@@ -41,7 +41,13 @@ from compiled_fsdp.ranks.liveness import sign_in
 from compiled_fsdp.runtime.gate import give_gate
 from compiled_fsdp.sharding.extension import HookArguments
 from compiled_fsdp.sharding.full_mesh import full_mesh_of
-from compiled_fsdp.sharding.mesh import broadcast_states, check_mesh, check_reshard_after_forward, device_of
+from compiled_fsdp.sharding.mesh import (
+    broadcast_states,
+    check_mesh,
+    check_reshard_after_forward,
+    device_of,
+    only_replicates,
+)
 from compiled_fsdp.sharding.mesh import post_forward_group as post_forward_group_of
 from compiled_fsdp.sharding.offload import offload_of
 from compiled_fsdp.sharding.precision import casts_inputs, check_policy, dtypes_of
@@ -126,7 +132,7 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and optimizer state in host memory.
         ignored_params: parameters that stay unsharded on every rank. Their gradients are not reduced.
         dp_mesh_dims: the data-parallel dimensions of ``mesh``, if the parameters are DTensors on the whole mesh (torch
-            2.13).
+            2.13). If they are only dimensions to replicate over, parameters stay whole, as with ``replicate``.
         sync_module_states: first broadcast parameters and buffers from the mesh's first rank, as FSDP1's option does.
             Without it all ranks, replicas too, must have built equal modules.
         auto_wrap_policy: a policy of FSDP1, for a single module: each module inside that the policy chooses becomes a
@@ -145,14 +151,19 @@ def fully_shard(
 
         If it raises, ``module`` is as it was before the call.
     """
-    arguments = _Arguments(
+    arguments = Arguments(
         mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params, dp_mesh_dims,
         sync_module_states, wire_policy,
     )  # fmt: skip
+    return shard_units(module, arguments, auto_wrap_policy)
+
+
+def shard_units(module: Any, arguments: Arguments, auto_wrap_policy: WrapPolicy | None) -> Any:
+    """Make ``module``, and the modules inside that the policy chooses, units; return ``module``."""
     units = [(module, arguments)]
     if auto_wrap_policy is not None:
         chosen = units_by_policy(module, auto_wrap_policy, arguments._asdict())
-        units = [(unit, _Arguments(**of_unit)) for unit, of_unit in chosen]
+        units = [(unit, Arguments(**of_unit)) for unit, of_unit in chosen]
     checked = _Checked(module, set(), {})
     with ExitStack() as undo:
         steps = [_shard(unit, checked, of_unit, undo) for unit, of_unit in units]
@@ -170,8 +181,8 @@ def fully_shard(
 cast("Any", fully_shard).state = fsdp2_state
 
 
-class _Arguments(NamedTuple):
-    """The arguments of ``fully_shard`` for one unit, because a policy may override them for some units."""
+class Arguments(NamedTuple):
+    """The arguments of ``fully_shard`` or ``replicate`` for one unit; a policy may override them for some units."""
 
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
@@ -182,6 +193,8 @@ class _Arguments(NamedTuple):
     dp_mesh_dims: DataParallelMeshDims | None
     sync_module_states: bool
     wire_policy: WirePolicy | None
+    # Whether ``mesh`` has no dimension to shard over.
+    replicates: bool = False
 
 
 class _Checked(NamedTuple):
@@ -195,7 +208,7 @@ class _Checked(NamedTuple):
     parameters: dict[nn.Parameter, str]
 
 
-def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -> Iterator[None]:
+def _shard(module: Any, checked: _Checked, given: Arguments, undo: ExitStack) -> Iterator[None]:
     """Shard one unit in two steps: check it up to ``yield``, and change it after that.
 
     Args:
@@ -208,19 +221,21 @@ def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -
     with no_modes():  # because a mesh computes with tensors of its own, which are real even if the model is fake
         roots = root_modules(module)
         check_modules(roots)
-        mesh, full_mesh = check_mesh(given.mesh, given.dp_mesh_dims), full_mesh_of(given.mesh, given.dp_mesh_dims)
-        check_reshard_after_forward(given.reshard_after_forward, mesh)
+        mesh = check_mesh(given.mesh, given.dp_mesh_dims, replicates=given.replicates)
+        full_mesh = full_mesh_of(given.mesh, given.dp_mesh_dims)
+        replicates = given.replicates or only_replicates(given.dp_mesh_dims)
+        check_reshard_after_forward(given.reshard_after_forward, mesh, replicates=replicates)
         if mp_policy is not None:
             check_policy(mp_policy)
         hook_arguments = HookArguments.of(mesh, mp_policy)
-        wire = check_wire_policy(given.wire_policy)
+        wire = check_wire_policy(given.wire_policy, replicates=replicates)
         offload = offload_of(given.offload_policy)
         device = device_of(mesh)
         managed = managed_modules(roots, checked.modules)
         ignored = given.ignored_params or set()
         places = places_of(managed, ignored)
         names = names_of(checked.given, places)
-        layouts = layouts_of(places, names, given.shard_placement_fn, mesh, full_mesh, checked.parameters)
+        layouts = layouts_of(places, names, given.shard_placement_fn, mesh, full_mesh, replicates, checked.parameters)
         check_wrapped(places, names, layouts, given.reshard_after_forward, wire)
         dtypes = {param: dtypes_of(names[param], param, mp_policy) for param in places}
         checked.modules.update(roots)

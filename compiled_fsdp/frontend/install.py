@@ -8,16 +8,19 @@ import types
 from typing import Any
 
 from compiled_fsdp.base.logs import speaks_for_all
-from compiled_fsdp.compat.modules import torchs_fsdp2
+from compiled_fsdp.compat.modules import torchs_fsdp2, torchs_replicate
 from compiled_fsdp.frontend.fsdp_module import register_fsdp_forward_method, share_comm_ctx
 from compiled_fsdp.frontend.fully_shard import fully_shard
+from compiled_fsdp.frontend.replicate import replicate
 
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
 # ``FSDPModule`` and the policies are not replaced, because compiled_fsdp's modules are instances of torch's
 # ``FSDPModule``, and compiled_fsdp takes torch's policies as they are.
-_OURS = {function.__name__: function for function in (fully_shard, register_fsdp_forward_method, share_comm_ctx)}
+_OURS = {
+    function.__name__: function for function in (fully_shard, replicate, register_fsdp_forward_method, share_comm_ctx)
+}
 
 
 class Installation:
@@ -29,7 +32,10 @@ class Installation:
 
     def __init__(self) -> None:
         self._places: list[tuple[types.ModuleType, str, Any]] = []
-        torchs = [(getattr(torchs_fsdp2(), name), ours) for name, ours in _OURS.items()]
+        torchs = [
+            (torchs_replicate() if ours is replicate else getattr(torchs_fsdp2(), name), ours)
+            for name, ours in _OURS.items()
+        ]
         for module in list(sys.modules.values()):
             if not isinstance(module, types.ModuleType) or module is torchs_fsdp2():
                 continue
@@ -73,9 +79,11 @@ class Installation:
 
 
 def install() -> Installation:
-    """Replace FSDP2's ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` with compiled_fsdp's.
+    """Replace FSDP2's ``fully_shard``, ``replicate`` and two more functions with compiled_fsdp's.
 
-    They are replaced in ``torch.distributed.fsdp`` and in every module that has copied them. It is one line for a
+    The other two are ``register_fsdp_forward_method`` and ``share_comm_ctx``. All are replaced in
+    ``torch.distributed.fsdp`` and in every module that has copied them. ``replicate`` is the one that torch defines in
+    ``torch.distributed._composable.replicate_with_fsdp``. It is one line for a
     program that cannot be edited. Call it before the program shards its model. For example::
 
         import compiled_fsdp

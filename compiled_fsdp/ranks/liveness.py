@@ -37,10 +37,10 @@ class Liveness:
     def __init__(self, group: ShardGroup) -> None:
         # Without a reference to the group, so that this object does not keep the process group alive.
         self.name, self.rank, self.size = _name(group), group.place, len(group.ranks)
-        one_group = self.size == group.size
+        one_group = group.group_of_all is not None
         # The ranks of a mesh that is larger than one process group meet in the default group's store.
         self.store: Any
-        self.store, self.timeout = store_of(group.process_group if one_group else None)
+        self.store, self.timeout = store_of(group.group_of_all)
         self.prefix = "compiled_fsdp" if one_group else f"compiled_fsdp/{self.name}"
         self._seen: dict[int, tuple[int, str]] = {}
         self._sign_in()
@@ -118,7 +118,7 @@ def sign_in(group: ShardGroup) -> Liveness:
 
     The first call signs this process in: from then on other ranks can see if it ends.
     """
-    name, owner = _name(group), group.process_group if len(group.ranks) == group.size else dist.group.WORLD
+    name, owner = _name(group), group.group_of_all or dist.group.WORLD
     assert owner is not None  # because a group exists
     reference, liveness = _signed_in.get(name, (None, None))
     if liveness is None or reference is None or reference() is not owner:
@@ -134,7 +134,8 @@ def all_signed_in() -> Iterator[Liveness]:
 
 def _name(group: ShardGroup) -> str:
     """The group's name, which is the same on all ranks that run the same collectives."""
-    return group.name if len(group.ranks) == group.size else f"ranks {','.join(map(str, group.ranks))}"
+    of_all = group.group_of_all
+    return f"ranks {','.join(map(str, group.ranks))}" if of_all is None else of_all.group_name
 
 
 # ---- whether a process of this machine still runs (on Linux only) ----------------------------------------------------

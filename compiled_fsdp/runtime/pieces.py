@@ -215,7 +215,7 @@ def _agree(parameters: Sequence[ShardedParameter], texts: list[str], error: Exce
         Exception: ``error``, unless it is None.
     """
     first = parameters[0]
-    group = first.group.process_group
+    group = first.group.first_group
     with failures.naming_ended_ranks:
         mine = json.dumps([texts, "" if error is None else str(error)])
         all_ranks = [from_json(tuple[list[str], str], text) for text in gather_texts(mine, group, first.device)]

@@ -2,7 +2,7 @@
 
 As in FSDP2 of torch 2.13, parameters must be ``Replicate()`` along the data-parallel dimensions. ``fully_shard`` makes
 them shards there, on the same mesh. For example, ``(Replicate(), Shard(1))`` on the mesh ("dp", "tp") becomes
-``(Shard(0), Shard(1))``.
+``(Shard(0), Shard(1))``. If no dimension shards, placements stay as they are.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class FullMesh:
 
         If several mesh dimensions shard, they are flattened into one.
         """
+        if not self.shards:
+            return self.mesh, placements
         found: list[tuple[DeviceMesh | None, Placement]] = []
         for i, placement in enumerate(placements):
             if i == self.shards[0]:
@@ -81,12 +83,11 @@ def _cuts(placement: Placement, dim: int) -> bool:
 
 
 def data_parallel_slice(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
-    """Return the data-parallel dimensions of a full mesh as a 1-D mesh (shards) or a 2-D mesh (replicas, shards).
+    """Return the data-parallel dimensions of a full mesh: a 1-D mesh (shards or replicas), or 2-D (replicas, shards).
 
     Raises:
         ValueError: ``dims`` is of another type, names dimensions that the mesh does not have, or names dimensions to
             shard over that are not neighbours.
-        NotImplementedError: ``dims`` names dimensions to replicate over, but none to shard over.
     """
     if not hasattr(dims, "shard_names"):
         raise ValueError(
@@ -101,10 +102,7 @@ def data_parallel_slice(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
         if name not in names:
             raise ValueError(f"fully_shard: dp_mesh_dims: the mesh has no dimension {name!r}, only {names}.")
     if not shards:
-        raise NotImplementedError(
-            f"fully_shard: dp_mesh_dims: replicating over {replicas} alone is not supported; name dimensions to shard "
-            "over, or use torch's DistributedDataParallel."
-        )
+        return flattened_mesh(mesh, replicas)
     first = names.index(shards[0])
     if names[first : first + len(shards)] != shards:
         raise ValueError(

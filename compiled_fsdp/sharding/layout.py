@@ -120,7 +120,10 @@ class Layout:
         return f"shape {tuple(self.shape)} with placements {self.placements}"
 
 
-def layout_of(name: str, param: nn.Parameter, mesh: DeviceMesh, dim: int, full_mesh: FullMesh | None = None) -> Layout:
+def layout_of(
+    name: str, param: nn.Parameter, mesh: DeviceMesh, dim: int, full_mesh: FullMesh | None = None, *,
+    replicates: bool = False,
+) -> Layout:  # fmt: skip
     """Make the layout of ``param``, sharded on ``dim``.
 
     Args:
@@ -129,6 +132,7 @@ def layout_of(name: str, param: nn.Parameter, mesh: DeviceMesh, dim: int, full_m
         mesh: 1-D (shards) or 2-D (replicas, shards).
         dim: the dimension of ``param`` to shard.
         full_mesh: with ``dp_mesh_dims`` the mesh of all kinds of parallelism; ``mesh`` has some of its dimensions.
+        replicates: whether every rank of the 1-D mesh holds the whole parameter, so that ``dim`` is not cut.
 
     Raises:
         NotImplementedError: ``dim`` is not 0 and does not divide evenly, or ``param`` is a DTensor on more than two
@@ -136,10 +140,12 @@ def layout_of(name: str, param: nn.Parameter, mesh: DeviceMesh, dim: int, full_m
         ValueError: ``param`` is on a mesh that has no common root with ``mesh``, or is not on ``full_mesh``.
     """
     outer: tuple[Placement, ...] = (Replicate(), Shard(dim)) if mesh.ndim == 2 else (Shard(dim),)
+    outer = (Replicate(),) if replicates else outer
     if full_mesh is not None:
         layout = _on_full_mesh(name, param, mesh, dim, full_mesh)
     elif not isinstance(param, DTensor):
-        layout = Layout(mesh, outer, shard_group(mesh), dim, param.shape, param.stride(), tuple(param.shape))
+        group = shard_group(mesh, replicates=replicates)
+        layout = Layout(mesh, outer, group, dim, param.shape, param.stride(), tuple(param.shape))
     else:
         layout = _of_dtensor(name, param, mesh, dim, outer)
     if dim > 0 and layout.size[dim] % layout.group.size != 0:
@@ -174,10 +180,11 @@ def _of_dtensor(name: str, param: Any, mesh: DeviceMesh, dim: int, outer: tuple[
         ) from error
     # tensor parallelism has cut ``dim`` already, and data parallelism cuts each part, so a rank's rows are strided
     split = math.prod(inner.size(i) for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim)
-    if split > 1:
+    replicates = outer == (Replicate(),)
+    if split > 1 and not replicates:
         outer = (*outer[:-1], strided_shard(dim, split))
     size = tuple(param.to_local().shape)
-    group, spread = shard_group(mesh, whole), (*outer, *placements)
+    group, spread = shard_group(mesh, whole, replicates=replicates), (*outer, *placements)
     return Layout(whole, spread, group, dim, param.shape, param.stride(), size, inner, placements)
 
 
@@ -186,7 +193,8 @@ def _on_full_mesh(name: str, param: Any, mesh: DeviceMesh, dim: int, full: FullM
     before = tuple(param.placements)
     where, placements = full.sharded(before, dim, mesh)
     from_full = _from_full(full.mesh, before, param.shape, param.stride(), (*full.shards, *full.replicas))
-    group, size = shard_group(mesh, full.mesh), tuple(param.to_local().shape)
+    group = shard_group(mesh, full.mesh, replicates=not full.shards)
+    size = tuple(param.to_local().shape)
     return Layout(where, placements, group, dim, param.shape, param.stride(), size, full.mesh, before, from_full)
 
 

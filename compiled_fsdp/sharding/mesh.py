@@ -16,16 +16,15 @@ from compiled_fsdp.sharding.full_mesh import data_parallel_slice
 from compiled_fsdp.sharding.process_groups import ShardGroup, subgroup_of
 
 
-def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
-    """Return the data-parallel mesh: 1-D (shards) or 2-D (replicas, shards).
+def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any, *, replicates: bool = False) -> DeviceMesh:
+    """Return the data-parallel mesh: 1-D (shards, or replicas if ``only_replicates``) or 2-D (replicas, shards).
 
     With ``dp_mesh_dims`` these are the named dimensions of a full mesh. If both arguments are None, it is a mesh of all
-    ranks.
+    ranks; with ``replicates`` its dimension is named "replicate", as torch names it.
 
     Raises:
         RuntimeError: there is no process group.
         ValueError: the mesh does not fit. For example, it is 3-D, or does not contain this rank.
-        NotImplementedError: ``dp_mesh_dims`` names no dimension to shard over.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -33,7 +32,7 @@ def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
             "what it needs)."
         )
     if mesh is None and dp_mesh_dims is None:
-        return mesh_of_all_ranks()
+        return mesh_of_all_ranks("replicate" if replicates else None)
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"fully_shard: mesh must be a torch.distributed.DeviceMesh, but got {type(mesh).__name__}.")
     if dp_mesh_dims is not None:
@@ -52,10 +51,16 @@ def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
     return mesh
 
 
-def mesh_of_all_ranks() -> DeviceMesh:
-    """Make the default mesh, 1-D over all ranks; needs a process group."""
+def only_replicates(dp_mesh_dims: Any) -> bool:
+    """Whether ``dp_mesh_dims`` names dimensions to replicate over, but none to shard over."""
+    return dp_mesh_dims is not None and not dp_mesh_dims.shard_names
+
+
+def mesh_of_all_ranks(name: str | None = None) -> DeviceMesh:
+    """Make the default mesh, 1-D over all ranks, with ``name`` for its dimension; needs a process group."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
+    device = accelerator.type if accelerator is not None else "cpu"
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=None if name is None else (name,))
 
 
 def shards_of(mesh: DeviceMesh) -> int:
@@ -63,14 +68,14 @@ def shards_of(mesh: DeviceMesh) -> int:
     return mesh.size(mesh.ndim - 1)
 
 
-def check_reshard_after_forward(value: Any, mesh: DeviceMesh) -> None:
+def check_reshard_after_forward(value: Any, mesh: DeviceMesh, *, replicates: bool = False) -> None:
     """Raise ValueError unless ``reshard_after_forward`` is a bool, None, or a factor of the number of shards."""
     if value is not None and not isinstance(value, (bool, int)):
         raise ValueError(
             f"fully_shard: reshard_after_forward should be a bool, an int or None, but got {type(value).__name__}."
         )
     if type(value) is int:
-        size = shards_of(mesh)
+        size = 1 if replicates else shards_of(mesh)
         if not 1 <= value <= size or size % value:
             raise ValueError(f"fully_shard: reshard_after_forward as an int should be a factor of {size}, not {value}")
 

@@ -26,10 +26,10 @@ _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, ShardGroup]] 
 
 @dataclass(eq=False)
 class ShardGroup:
-    """The process groups of one mesh, which shards parameters and, with HSDP, replicates them."""
+    """The process groups of one mesh, which shards parameters, replicates them, or does both (HSDP)."""
 
-    # The group that gathers parameters.
-    process_group: dist.ProcessGroup
+    # The group that gathers parameters. None if the mesh only replicates, because every rank has whole parameters.
+    process_group: dist.ProcessGroup | None
     # The ranks that hold the same shards as this rank; None without replicas.
     replicate_group: dist.ProcessGroup | None
     # Part of the compile caches' key.
@@ -47,8 +47,8 @@ class ShardGroup:
 
     @property
     def name(self) -> str:
-        """The name of the group that gathers."""
-        return self.process_group.group_name
+        """The name of the group that gathers; "" without one."""
+        return "" if self.process_group is None else self.process_group.group_name
 
     @property
     def replicate_name(self) -> str:
@@ -74,7 +74,7 @@ class ShardGroup:
     @property
     def rank(self) -> int:
         """This rank's index among the shards."""
-        return self.process_group.rank()
+        return 0 if self.process_group is None else self.process_group.rank()
 
     @property
     def place(self) -> int:
@@ -84,7 +84,7 @@ class ShardGroup:
     @property
     def size(self) -> int:
         """The number of shards."""
-        return self.process_group.size()
+        return 1 if self.process_group is None else self.process_group.size()
 
     @property
     def replicas(self) -> int:
@@ -94,17 +94,30 @@ class ShardGroup:
     @property
     def gather_ranks(self) -> list[int]:
         """The global ranks of the group that gathers."""
-        return dist.get_process_group_ranks(self.process_group)
+        return [dist.get_rank()] if self.process_group is None else dist.get_process_group_ranks(self.process_group)
 
     @property
     def replicate_ranks(self) -> list[int]:
         """The global ranks that hold the same shards as this rank; empty without replicas."""
         return [] if self.replicate_group is None else dist.get_process_group_ranks(self.replicate_group)
 
+    @property
+    def group_of_all(self) -> dist.ProcessGroup | None:
+        """The process group that consists of ``ranks``; None if no group of the mesh has all of them."""
+        groups = self.process_group, self.replicate_group
+        return next((group for group in groups if group is not None and group.size() == len(self.ranks)), None)
+
     def backend_of(self, device_type: str) -> str:
         """The name of the backend that communicates tensors on a device type ("cpu", "cuda"); "" if there is none."""
-        backends = dict(part.split(":") for part in dist.get_backend_config(self.process_group).split(","))
+        backends = dict(part.split(":") for part in dist.get_backend_config(self.first_group).split(","))
         return backends.get(device_type, "")
+
+    @property
+    def first_group(self) -> dist.ProcessGroup:
+        """The group that gathers; if the mesh only replicates, the replicas' group."""
+        group = self.replicate_group if self.process_group is None else self.process_group
+        assert group is not None
+        return group
 
     @property
     def ranks_in_all(self) -> int:
@@ -113,7 +126,7 @@ class ShardGroup:
 
     def with_separate_reduce_scatter(self, separate: bool) -> ShardGroup:
         """Return these groups with a separate group for reductions, or without: a collective call the first time."""
-        if (self.reduce_scatter_group is not None) == separate:
+        if (self.reduce_scatter_group is not None) == separate or self.process_group is None:
             return self
         if separate and self.process_group not in _reduce_scatter_groups:
             _reduce_scatter_groups[self.process_group] = _new(dist.get_process_group_ranks(self.process_group))
@@ -125,7 +138,7 @@ def _known(group: ShardGroup) -> ShardGroup:
     """Return the object that exists for these groups already, or else ``group``."""
     key = *group.names, ",".join(map(str, group.ranks))
     known = _groups.get(key)
-    if known is None or known.process_group is not group.process_group:
+    if known is None or known.first_group is not group.first_group:
         known = _groups[key] = group
     return known
 
@@ -147,14 +160,18 @@ def subgroup_of(group: dist.ProcessGroup, ranks: int) -> ShardGroup:
     return subgroups[ranks]
 
 
-def shard_group(mesh: DeviceMesh, whole: DeviceMesh | None = None) -> ShardGroup:
+def shard_group(mesh: DeviceMesh, whole: DeviceMesh | None = None, *, replicates: bool = False) -> ShardGroup:
     """The groups of a 1-D mesh (shards) or of a 2-D mesh (replicas, shards).
 
-    Every mesh over the same groups gives the same object. ``whole`` is the mesh with the dimensions of tensor
-    parallelism, if there are any.
+    Every mesh over the same groups gives the same object.
+
+    Args:
+        mesh: the data-parallel mesh.
+        whole: the mesh with the dimensions of tensor parallelism, if there are any.
+        replicates: whether a 1-D mesh replicates instead of sharding.
     """
-    process_group = mesh.get_group(mesh.ndim - 1)
-    replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+    process_group = None if replicates else mesh.get_group(mesh.ndim - 1)
+    replicate_group = mesh.get_group(0) if replicates or mesh.ndim == 2 else None
     every = (whole if whole is not None else mesh).mesh
     ranks = tuple(sorted(every.flatten().tolist()))
     return _known(ShardGroup(process_group, replicate_group, tuple(every.shape), ranks))

@@ -71,14 +71,30 @@ class WirePolicy:
 EXACT = WirePolicy()
 
 
-def check_wire_policy(policy: object) -> WirePolicy:
+def check_wire_policy(policy: object, *, replicates: bool = False) -> WirePolicy:
     """Return the policy; None becomes ``EXACT``, which has no codecs.
+
+    Args:
+        policy: the user's value.
+        replicates: whether the unit's parameters are replicated only.
 
     Raises:
         ValueError: ``policy`` is something else.
+        NotImplementedError: it has a codec, and parameters are replicated only.
     """
     if policy is None:
         return EXACT
     if not isinstance(policy, WirePolicy):
         raise ValueError(f"fully_shard: wire_policy must be a WirePolicy, but got {type(policy).__name__}.")
+    if replicates and policy.gather is not None:
+        raise NotImplementedError(
+            f"replicate: WirePolicy(gather={policy.gather!r}): every rank has whole parameters, so no gather can be "
+            "encoded. Leave gather out."
+        )
+    if replicates and policy.reduce is not None:
+        raise NotImplementedError(
+            f"replicate: WirePolicy(reduce={policy.reduce!r}): a codec encodes gradients for the ranks that shard a "
+            "parameter, and all-reduces over replicas are not encoded. Use fully_shard with "
+            "reshard_after_forward=False, or send bfloat16: MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)."
+        )
     return policy

@@ -57,10 +57,17 @@ def load(rank: int, world_size: int, library: str, folder: Path, **options: bool
 
 @pytest.mark.parametrize(
     ("source", "target", "options"),
-    [("FSDP2", "ours", {}), ("ours", "FSDP2", {}), ("ours", "ours", {"flatten_optimizer_state_dict": True})],
+    [
+        ("FSDP2", "ours", {}),
+        ("ours", "FSDP2", {}),
+        ("ours", "ours", {"flatten_optimizer_state_dict": True}),
+        ("ours", "replicated", {}),
+        ("replicated", "ours", {}),
+    ],
 )
 def test_checkpoints_are_fsdp2s(ranks, tmp_path, source, target, options):
-    """What FSDP2 saved we load, and the other way round, on as many ranks or others; the next step is the same."""
+    """What FSDP2 saved we load, and the other way round, on as many ranks or others; the next step is the same. What a
+    sharded model saved a replicated one loads, and the other way round."""
     expected = ranks.get(2).run(save, library=source, folder=tmp_path, **options)[0]
     for world_size in (2, 4, 1):
         for actual in ranks.get(world_size).run(load, library=target, folder=tmp_path, **options):

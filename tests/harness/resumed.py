@@ -5,13 +5,13 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import fully_shard, replicate
 from tests.harness import shard, train
 from tests.harness.checkpoints import Odd, everyone_alike, state_of
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-LIBRARIES = {"ours": fully_shard, "FSDP2": torch_fully_shard}
+LIBRARIES = {"ours": fully_shard, "FSDP2": torch_fully_shard, "replicated": replicate}
 Tensors = dict[str, torch.Tensor]
 After = tuple[Tensors, torch.Tensor, Tensors]  # the restored state, the next step's loss, the state after that step
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map
 
-from compiled_fsdp import explain, fully_shard
+from compiled_fsdp import explain, fully_shard, replicate
 from tests.harness import Transformer, alone, assert_same, compiled, distributed, fsdp2, loss_of, shard, train, variants
 from tests.harness.fake import fake_group
 from tests.harness.meshes import mesh_2d
@@ -229,6 +229,8 @@ DIMS = {
     "tp first": ((2, 2), ("tp", "data"), {"shard": "data"}),
     "two flattened": ((2, 2, 1), ("data", "cp", "tp"), {"shard": ("data", "cp")}),
     "replicas": ((2, 2, 1), ("replicas", "data", "tp"), {"shard": "data", "replicate": "replicas"}),
+    "replicas alone": ((2, 2), ("data", "tp"), {"replicate": "data"}),
+    "two of replicas": ((2, 2, 1), ("data", "cp", "tp"), {"replicate": ("data", "cp")}),
 }
 
 
@@ -242,7 +244,11 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 and later")
 @pytest.mark.parametrize(
     ("run", "what"),
-    variants([*(("eager", what) for what in DIMS), ("whole", "shards"), ("whole", "replicas")], ("eager", "shards")),
+    variants(
+        [*(("eager", what) for what in DIMS), *(("whole", what) for what in ("shards", "replicas", "replicas alone"))],
+        ("eager", "shards"),
+        ("whole", "replicas alone"),
+    ),
 )
 @distributed(world_size=4)
 def test_dimensions_of_a_full_mesh(rank, world_size, run, what):
@@ -262,7 +268,7 @@ def test_dimensions_of_a_full_mesh(rank, world_size, run, what):
     assert_same(train(RUN[run](model), step), train(reference, step), rtol=1e-6)
     if run == "eager" and mesh["tp"].size() == 1:  # no collectives but ours
         found = counted(lambda: step(model, 0))
-        assert (found["RS"], found["AR"]) == (3, 3 if "replicate" in dims else 0), found
+        assert (found["RS"], found["AR"]) == (3 if "shard" in dims else 0, 3 if "replicate" in dims else 0), found
 
 
 class Local(nn.Module):
@@ -355,11 +361,14 @@ def test_dimensions_that_cannot_be():
             (wrong, Dims(shard="dp"), ValueError, r"'last.weight' of Stack has S.*'dp'.*expects Replicate\(\) there"),
             (spread(mesh), Dims(shard="pp"), ValueError, "no dimension 'pp'"),
             (spread(mesh), Dims(shard=("dp", "cp")), ValueError, "must be neighbours"),
-            (spread(mesh), Dims(replicate="dp"), NotImplementedError, "name dimensions to shard over"),
             (spread(mesh), ("dp",), ValueError, "DataParallelMeshDims, but got tuple"),
         ):
             with refused(error, match, model):
                 fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        with refused(ValueError, "replicate: dp_mesh_dims names dimensions to shard over", model := spread(mesh)):
+            replicate(model, mesh=mesh, dp_mesh_dims=Dims(shard="dp"))
+        with refused(ValueError, "shard_placement_fn chooses the dimension that is sharded", model := spread(mesh)):
+            fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(replicate="dp"), shard_placement_fn=lambda p: Shard(0))
         with refused(ValueError, "on mesh=", model := spread(init_device_mesh("cpu", (8,), mesh_dim_names=("tp",)))):
             fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(shard="dp"))
 
