@@ -90,9 +90,9 @@ class _Draw:
         pick = self.random.choice
         world = pick((2, 2, 2, 3, 4))
         meshes = {
-            2: ("1-D", "1-D", "1-D", "HSDP all", "HSDP none"),
-            3: ("1-D", "1-D", "HSDP all"),
-            4: ("1-D", "HSDP 2", "TP"),
+            2: ("1-D", "1-D", "1-D", "HSDP all", "HSDP none", "replicate"),
+            3: ("1-D", "1-D", "HSDP all", "replicate"),
+            4: ("1-D", "HSDP 2", "TP", "replicate"),
         }
         mesh = pick(meshes[world])
         policy = pick(POLICIES) if mesh != "TP" and self.chance(0.25) else ""
@@ -234,7 +234,7 @@ class _Draw:
             return Step(kind, sizes)
         microbatches = pick((1, 1, 1, 2, 3, 3))
         each = () if program.in_backward else ("each",)
-        sync = pick(("last", "last", *each, *(("shards",) if program.mesh.startswith("HSDP") else ())))
+        sync = pick(("last", "last", *each, *(("shards",) if program.mesh.startswith(("HSDP", "replicate")) else ())))
         fails = "" if microbatches > 1 else self.fails(program)
         forwards, again = 2 if self.chance(0.1) else 1, self.chance(0.1) and not program.in_backward
         return Step(

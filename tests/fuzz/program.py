@@ -112,8 +112,8 @@ class Program:
         seed: the seed that it was drawn from.
         mode: one of MODES.
         world: the number of ranks.
-        mesh: "1-D", "HSDP 2" (two replicas), "HSDP all" (every rank is a replica), "HSDP none" (one replica) or "TP"
-            (2 x 2).
+        mesh: "1-D", "HSDP 2" (two replicas), "HSDP all" (every rank is a replica), "HSDP none" (one replica), "TP"
+            (2 x 2), or "replicate": 1-D, with `replicate` instead of `fully_shard`.
         layers: the model's layers, each held once.
         calls: the layers' numbers in the order in which forward calls them.
         tokens: whether inputs are tokens, which an embedding takes.

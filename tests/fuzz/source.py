@@ -14,13 +14,14 @@ from tests.fuzz.source_model import Lines, add_model
 IMPORTS = """import contextlib, copy, enum, os, tempfile
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch.nn as nn, torch.nn.functional as F
 from torch._dynamo.compiled_autograd import _enable
+from torch.distributed._composable.replicate_with_fsdp import replicate as fsdp2_replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard as fsdp2
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from compiled_fsdp import compiled_autograd, explain, fully_shard as ours
+from compiled_fsdp import compiled_autograd, explain, fully_shard as ours, replicate as our_replicate
 from tests.harness.budgets import tight_for
 from tests.harness.symm_mem import symm_mem_from_now_on
 """
@@ -63,7 +64,7 @@ def _train(lines: Lines, program: Program) -> None:
         lines.add(
             '[p.data.mul_(1 + 2**-23) for p in model.parameters() if way == "nudged" and p.dtype == torch.float32]'
         )
-    if program.mesh != "1-D":
+    if program.mesh in MESHES:
         names = ("dp", "tp") if program.mesh == "TP" else ("replicate", "shard")
         lines.add(f'mesh = init_device_mesh("cpu", {MESHES[program.mesh]}, mesh_dim_names={names})')
     for path, layer in _paths(program.layers, "model.layers"):
@@ -113,8 +114,9 @@ def _shard(lines: Lines, program: Program) -> None:
                     f'parallelize_module(model.layers[{i}], mesh["tp"], '
                     '{"up": ColwiseParallel(), "down": RowwiseParallel()})'
                 )
-    arguments = [f"reshard_after_forward={program.reshard}"]
-    if program.mesh != "1-D":
+    replicates = program.mesh == "replicate"
+    arguments = [] if replicates else [f"reshard_after_forward={program.reshard}"]
+    if program.mesh in MESHES:
         arguments.append('mesh=mesh["dp"]' if program.mesh == "TP" else "mesh=mesh")
     if program.policy:
         arguments.append(f"mp_policy=MixedPrecisionPolicy({program.policy})")
@@ -123,7 +125,8 @@ def _shard(lines: Lines, program: Program) -> None:
     if program.columns:
         lines.add("columns = lambda p: Shard(p.dim() - 1) if p.dim() > 1 and p.shape[-1] % world == 0 else None")
         arguments.append("shard_placement_fn=columns")
-    each = '{"ours": ours, "fsdp2": fsdp2}[way]' if "fsdp2" in lines.ways else "ours"
+    ours, theirs = ("our_replicate", "fsdp2_replicate") if replicates else ("ours", "fsdp2")
+    each = f'{{"ours": {ours}, "fsdp2": {theirs}}}[way]' if "fsdp2" in lines.ways else ours
     lines.add(f"shard, options = {each}, dict({', '.join(arguments)})")
     for path, layer in _paths(program.layers, "model.layers"):
         group = program.grouped and path in _GROUPED
