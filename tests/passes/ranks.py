@@ -121,7 +121,8 @@ class Ranks:
             buckets = sent if spec.coalesced else [[torch.cat(of)] for of in sent]
             each = [self._launch(node, "gather", list(of), groups.all_gather) for of in zip(*buckets, strict=True)]
             return [list(of) for of in zip(*each, strict=True)]
-        self.launches += [("reduce", groups.reduce_scatter)] * (len(spec.reads) if spec.coalesced else 1)
+        kind, group = ("sum", groups.replicate) if spec.transport == "all_reduce" else ("reduce", groups.reduce_scatter)
+        self.launches += [(kind, group)] * (len(spec.reads) if spec.coalesced else 1)
         for i, read in enumerate(spec.reads):
             assert read not in self.deferred, "deferred twice"
             self.deferred[read] = self._reduce(read, [of[i] for of in tensors])
@@ -145,7 +146,9 @@ class Ranks:
         """What a bucket has of parameters is communicated in their mesh's group, and in no other of as many ranks."""
         for read in node.meta.get("reads", ()):
             groups = self.region.params[read].mesh.groups
-            assert group == (groups.all_gather if kind == "gather" else groups.reduce_scatter), (node, group)
+            over_replicas = groups.all_gather == "" and kind == "sum"
+            reduces = groups.replicate if over_replicas else groups.reduce_scatter
+            assert group == (groups.all_gather if kind == "gather" else reduces), (node, group)
 
     def _landed(self, node: Node, flight: Any) -> Tensor:
         assert isinstance(flight, Flight), f"{node} waits for no launch"

@@ -47,6 +47,8 @@ class Mesh:
     def groups(self) -> Groups:
         gather, reduce = f"gather {self.number}", f"reduce {self.number}"
         over = f"replicas {self.number}" if self.replicas > 1 else None
+        if over is not None and self.shards == 1:  # as `replicate` has it: no group gathers
+            return Groups("", "", over)
         return Groups(gather, reduce if self.reduces_apart else gather, over)
 
     def members(self, name: str) -> list[list[int]] | None:
@@ -120,7 +122,9 @@ class Region:
             reads,
             groups,
             place_of_group=lambda name: GroupPlace(name, len(self.members(name)[0])),
-            **with_rules(options | {"replicates": any(of.replicate is not None for of in groups.values())}),
+            **with_rules(
+                options | {"replicates": any(mesh.replicas > 1 and mesh.shards > 1 for mesh in self.meshes.values())}
+            ),
         )
 
     def members(self, name: str) -> list[list[int]]:
@@ -213,7 +217,8 @@ class _Writer:
     def own(self, kind: str, group: int, value: Node) -> None:
         """A collective of the model's own; what it gives is left, as vectors of any length."""
         c10d, length = torch.ops._c10d_functional, self.length
-        name = self.region.meshes[group].groups.all_gather if group in self.region.meshes else MODELS
+        groups = self.region.meshes[group].groups if group in self.region.meshes else None
+        name = MODELS if groups is None else groups.all_gather or groups.replicate
         world = len(self.region.members(name)[0])
         if kind == "sum":
             self.flying.append(self.call(c10d.all_reduce.default, value, "sum", name))
@@ -337,5 +342,5 @@ def regions(draw: Any, *, publishes: bool = False) -> Region:
 
 def _specs(mesh: Mesh) -> st.SearchStrategy[ReduceSpec]:
     divisors = st.sampled_from([None, None, (1.0, 3.0), (2.0, 2.0)])
-    syncs = st.sampled_from([GradSync.ALL] * 3 + [GradSync.SHARDS_ONLY] * (mesh.replicas > 1))
+    syncs = st.sampled_from([GradSync.ALL] * 3 + [GradSync.SHARDS_ONLY] * (mesh.replicas > 1 and mesh.shards > 1))
     return st.builds(ReduceSpec, st.sampled_from(["float32", "float32", "bfloat16", "float64"]), divisors, syncs)

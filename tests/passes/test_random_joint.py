@@ -108,7 +108,7 @@ def _check_saved(saved: list[Node], backward: GraphModule, ctx: PassContext) -> 
     for node in calls(backward, ops.unshard.default):
         read = ctx.reads[argument(node, "read")]
         kept = read.index in ctx.kept_reads if ctx.kept_reads is not None else read.keep_for_backward
-        assert not kept or not ctx.has_collective(read.world), f"{node} is gathered again"
+        assert not kept or not ctx.has_collective(read.group_id, read.world), f"{node} is gathered again"
 
 
 def _check_memory(gm: GraphModule, ctx: PassContext, shards: int) -> None:
