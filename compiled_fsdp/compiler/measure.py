@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -67,6 +67,7 @@ def measure_hardware(
     mesh: DeviceMesh | None = None,
     *,
     reshard_after_forward: bool | int | None = None,
+    replicates: bool = False,
     force: bool = False,
     again: bool | None = None,
 ) -> Hardware:
@@ -92,6 +93,7 @@ def measure_hardware(
         mesh: as given to ``fully_shard``: 1-D (by default all ranks), or 2-D with replicas first, whose all-reduce is
             also measured.
         reshard_after_forward: as given to ``fully_shard``: with an int, the gathers of its backward are measured, too.
+        replicates: whether the mesh, of one dimension, is for ``replicate``: its all-reduce is also measured.
         force: measure even if the cache has a result.
         again: the old name of ``force``.
 
@@ -99,8 +101,8 @@ def measure_hardware(
         The measured hardware, the same on every rank.
 
     Raises:
-        ValueError: the mesh has more than two dimensions, or its backend does not communicate ("fake"); or
-            reshard_after_forward does not fit it.
+        ValueError: the mesh has more than two dimensions (with ``replicates`` more than one), or its backend does not
+            communicate ("fake"); or reshard_after_forward does not fit it.
         RuntimeError: there is no process group, or the call is in compiled code.
     """
     if not dist.is_initialized():
@@ -112,17 +114,25 @@ def measure_hardware(
     if again is not None:
         warn_renamed("measure_hardware(again=...)", "measure_hardware(force=...)")
         force = again
-    return measure(mesh, reshard_after_forward=reshard_after_forward, force=force).hardware
+    found = measure(mesh, reshard_after_forward=reshard_after_forward, replicates=replicates, force=force)
+    return found.hardware
 
 
-def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None, force: bool = False) -> Measurement:
+def measure(
+    mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None, replicates: bool = False, force: bool = False
+) -> Measurement:
     """Do the same as ``measure_hardware``, and return the times that the curves are fitted to as well."""
+    if replicates and mesh.ndim != 1:
+        raise ValueError(
+            f"measure_hardware: with replicates the mesh must have one dimension, but has {mesh.ndim}; pass the mesh "
+            "that replicate gets."
+        )
     if mesh.ndim > 2:
         raise ValueError(
             f"measure_hardware: mesh must have one dimension, or two with replicas first, but has {mesh.ndim}; pass "
             "the mesh that fully_shard gets."
         )
-    check_reshard_after_forward(reshard_after_forward, mesh)
+    check_reshard_after_forward(reshard_after_forward, mesh, replicates=replicates)
     group = mesh.get_group(mesh.ndim - 1)
     if dist.get_backend(group) == "fake":
         raise ValueError(
@@ -131,14 +141,15 @@ def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None
     if torch.compiler.is_compiling():
         raise RuntimeError("measure_hardware: called inside compiled code; call it once, before training.")
     device = torch.device(mesh.device_type)
-    part = None if type(reshard_after_forward) is not int else post_forward_group(mesh, reshard_after_forward)
-    path = _cache_path(mesh, device, part)
+    gathers_in_part = type(reshard_after_forward) is int and not replicates
+    part = post_forward_group(mesh, cast("int", reshard_after_forward)) if gathers_in_part else None
+    path = _cache_path(mesh, device, part, replicates=replicates)
     is_first = not any(mesh.get_coordinate() or ())
     in_cache = kept(path) if is_first and not force else None
     found, is_kept = _from_first_rank(mesh, device, *(in_cache or (None, ()))), True
     if found is None:
         # Groups of one kind may lie on nodes differently, so all ranks take the first rank's result for its groups.
-        stopwatch = _Stopwatch(mesh, device, part)
+        stopwatch = _Stopwatch(mesh, device, part, replicates=replicates)
         with stage("measuring the hardware"):
             hardware = stopwatch.hardware()
         found = _from_first_rank(mesh, device, hardware, stopwatch.samples)
@@ -178,7 +189,7 @@ def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     return [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
 
 
-def _cache_path(mesh: DeviceMesh, device: torch.device, part: ShardGroup | None) -> Path:
+def _cache_path(mesh: DeviceMesh, device: torch.device, part: ShardGroup | None, *, replicates: bool) -> Path:
     """Return the path of the result in the cache; its name is a hash of all that the result depends on."""
     tf32 = device.type == "cuda" and float32_is_tf32()
     host = socket.gethostname(), os.environ.get("LOCAL_WORLD_SIZE")
@@ -187,7 +198,7 @@ def _cache_path(mesh: DeviceMesh, device: torch.device, part: ShardGroup | None)
         everyone = json.dumps(gather_texts(everyone, group, device))
     ranks_in_backward = 0 if part is None else part.size
     backend = dist.get_backend(mesh.get_group(mesh.ndim - 1))
-    key = (_VERSION, torch.__version__, backend, device.type, ranks_in_backward, everyone)
+    key = (_VERSION, torch.__version__, backend, device.type, ranks_in_backward, replicates, everyone)
     return cache_folder() / f"hardware-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
 
 
@@ -201,9 +212,14 @@ def _linear_layer(x: torch.Tensor, w: torch.Tensor) -> None:
 class _Stopwatch:
     """Times operations on all ranks at once. A time is the slowest rank's, and so the same on all ranks."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, part: ShardGroup | None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, device: torch.device, part: ShardGroup | None, *, replicates: bool = False
+    ) -> None:
         self.groups, self.device = _groups_of(mesh), device
         self.shards, *self.replicas = self.groups
+        self.replicas += [self.shards] if replicates else []
+        # The group whose collectives run beside compute to measure contention.
+        self.widest = max(self.groups, key=lambda group: group.size())
         self.part = None if part is None else part.process_group
         self.ranks = mesh.size()
         self.samples: list[Samples] = []
@@ -213,10 +229,9 @@ class _Stopwatch:
         with stage("products and copies"):
             flops = {name: self._matmul(getattr(torch, name)) for name in ("float32", "bfloat16")}
             copy = self._copy()
-        shards, grouped = self.shards, base.each
-        communicates = shards.size() > 1
+        grouped, communicates = base.each, self.widest.size() > 1
         if self.device.type == "cpu" and communicates:  # gloo does not group collectives
-            grouped = fit(*self._times(self._gather, shards)).latency
+            grouped = fit(*self._times(self._gather, self.widest)).latency
 
         def curves(kind: str, *groups: dist.ProcessGroup | None) -> dict[tuple[int, int], Curve]:
             found = {}
@@ -237,9 +252,9 @@ class _Stopwatch:
             contention=self._contention() if communicates else Contention(),
             each=grouped,
             host_collective=self._host_collective() if communicates else base.host_collective,
-            gather=curves("gather", shards, self.part),
-            reduce=curves("reduce", shards),
-            alltoall=curves("alltoall", shards) if self.device.type == "cpu" else {},
+            gather=curves("gather", self.shards, self.part),
+            reduce=curves("reduce", self.shards),
+            alltoall=curves("alltoall", self.shards) if self.device.type == "cpu" else {},
             all_reduce=curves("all_reduce", *self.replicas),
         )
 
@@ -328,7 +343,7 @@ class _Stopwatch:
                 kernel()
 
         quick = self.seconds(compute)
-        gather = partial(self._gather, self.shards)
+        gather = partial(self._gather, self.widest)
         # Several gathers in a row: each begins with a copy of this rank's shard, which must not count for all its time.
         long = quick / _BESIDE
         size = next((s for s in _SIZES if self.seconds(partial(gather, s, _QUEUED), 1) > _QUEUED * long), _SIZES[-1])
@@ -361,7 +376,7 @@ class _Stopwatch:
         """
         self._settle()
         first = min(math.ceil(_BURST / size), _MOST_BESIDE)
-        pending = [self._launch_gather(self.shards, size) for _ in range(first + count)]
+        pending = [self._launch_gather(self.widest, size) for _ in range(first + count)]
         for bucket in pending[:first]:
             transport.wait(bucket)
         self._wait_for_compute()
@@ -414,7 +429,7 @@ class _Stopwatch:
         for _ in range(_REPEATS):
             self._settle()
             start = time.perf_counter()
-            pending = [self._launch_gather(self.shards, _SIZES[0]) for _ in range(_QUEUED)]
+            pending = [self._launch_gather(self.widest, _SIZES[0]) for _ in range(_QUEUED)]
             launched = time.perf_counter() - start
             self._settle()
             start = time.perf_counter()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from compiled_fsdp import explain, fully_shard, measure_hardware
+from compiled_fsdp import explain, fully_shard, measure_hardware, replicate
 from compiled_fsdp.base import logs
 from compiled_fsdp.compiler import measure
 from compiled_fsdp.compiler.measure import contention, fit, gathers_beside, unsure
@@ -73,6 +73,8 @@ def test_a_mesh_that_cannot_be_measured():
             measure_hardware(init_device_mesh("cpu", (2, 2, 1)))
         with pytest.raises(ValueError, match="reshard_after_forward as an int should be a factor of 4, not 3"):
             measure_hardware(init_device_mesh("cpu", (4,)), reshard_after_forward=3)
+        with pytest.raises(ValueError, match="with replicates the mesh must have one dimension, but has 2"):
+            measure_hardware(init_device_mesh("cpu", (2, 2)), replicates=True)
 
 
 @pytest.mark.more
@@ -110,6 +112,13 @@ def test_groups_inside_of_machines_and_between_them(rank, world_size):
         channels = [graph.tasks.channels for graph in explain(model).graphs]
         assert channels[0]["gather mesh 0 float32"].latency == inside.gather[4, 2].latency
         assert channels[1]["gather mesh 1 float32"].latency == inside.gather[2, 1].latency
+
+        alike = measure_hardware(whole, replicates=True)
+        assert list(alike.all_reduce) == [(4, 2)]
+        model = shard(small(), replicate, mesh=whole)
+        compiled(model)(batch(rank, 0)[0]).sum().backward()
+        (reduces,) = explain(model).graphs[1].tasks.channels.values()
+        assert (reduces.transport, reduces.latency) == ("all_reduce", alike.all_reduce[4, 2].latency)
 
         measure_hardware(mesh["shards"])
         torch.compiler.reset()

@@ -14,7 +14,10 @@ from compiled_fsdp.tools.cli.hardware import facts, show_fit
 
 
 @click.command()
-@click.option("--replicate", type=click.IntRange(1), default=1, help="Groups of ranks with the same shards (HSDP).")
+@click.option(
+    "--replicate", type=click.IntRange(1), default=1,
+    help="Groups of ranks with the same shards (HSDP); as many as ranks: whole parameters on each rank.",
+)  # fmt: skip
 @click.option(
     "--reshard-after-forward", type=click.IntRange(1), metavar="RANKS",
     help="As an int for fully_shard: its gathers in backward are measured, too.",
@@ -46,9 +49,10 @@ def measure(replicate: int, reshard_after_forward: int | None, device: str, forc
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        shape = (world,) if replicate == 1 else (replicate, world // replicate)
+        shape = (world,) if replicate in (1, world) else (replicate, world // replicate)
         mesh = init_device_mesh("cuda" if on_gpu else "cpu", shape)
-        found = measure_hardware(mesh, reshard_after_forward=reshard_after_forward, force=force)
+        whole = replicate == world > 1
+        found = measure_hardware(mesh, reshard_after_forward=reshard_after_forward, replicates=whole, force=force)
         if dist.get_rank() == 0:
             click.echo(found.hardware.name)
             for fact, value in facts(found.hardware).items():
