@@ -113,5 +113,5 @@ def replicate(
         raise
 
 
-# As torch's ``replicate.state(module)``, which torch's own function calls by this name while ``install()`` is in effect.
+# As torch's ``replicate.state(module)``, which torch's own code calls by this name while ``install()`` is in effect.
 cast("Any", replicate).state = replicate_state

@@ -119,7 +119,8 @@ def test_accumulation(rank, world_size, dtype):
     for (number, flag), way in itertools.product(enumerate(flags), WAYS.values()):
         model = shard(small(), replicate, mp_policy=policy)
         step, call = partial(accumulated, flag, model), way(model)
-        assert_same(run_sgd(call, step, of=model), expected[0 if dtype else number])
+        # float16 rounds the pending gradients of some versions of torch
+        assert_same(run_sgd(call, step, of=model), expected[0 if dtype else number], rtol=2e-3 if dtype else 0)
         model.zero_grad()
         assert counted(lambda call=call, step=step: step(call, 0)).keys() == {"AR"}
     if dtype is not None:
