@@ -12,10 +12,10 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import fully_shard, replicate
 from compiled_fsdp.base import logs
 from compiled_fsdp.buckets import host_copies
-from compiled_fsdp.buckets.transport import ALL_GATHER_COALESCED, LAUNCHES
+from compiled_fsdp.buckets.transport import ALL_GATHER_COALESCED, ALL_REDUCES, LAUNCHES
 from compiled_fsdp.passes.cost import PROFILES, CopyEngines
 from compiled_fsdp.passes.graph import calls, is_gather, is_launch, is_wait, prims, spec_of, waits_of
 from compiled_fsdp.passes.views import memory_of
@@ -58,6 +58,8 @@ class Case:
     shards: dict[str, Any] = field(default_factory=dict)
     model: type[Blocks] = Blocks
     replicas: bool = False
+    # Whether every rank has whole parameters (``replicate``).
+    whole: bool = False
     dim: int = 64
     # What the program has set for all of Inductor.
     config: dict[str, Any] = field(default_factory=dict)
@@ -93,6 +95,9 @@ CASES = {
         {"bucket": "parameter", "kernels": False}, shards={"reshard_after_forward": 4}
     ),
     "coalesced, bf16": Case({"hardware": GROUPED, "bucket": 100}, shards={"mp_policy": BF16}),
+    "replicated, coalesced": Case({"hardware": GROUPED, "bucket": 100}, whole=True),
+    "replicated, bf16": Case(shards={"mp_policy": BF16}, whole=True),
+    "replicated, parts": Case(model=Parts, whole=True),
     "symmetric memory": Case({"transport": "symm_mem"}),
     "activations in host memory": Case(IN_HOST_MEMORY),
     "offloaded": Case(shards=OFFLOADED),
@@ -140,9 +145,10 @@ def codes_of(case: Case) -> list[Code]:
         if case.replicas:
             mesh = {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}
         model = case.model(case.dim)
+        function = replicate if case.whole else fully_shard
         for block in model.blocks:
-            fully_shard(block, **mesh, **case.shards)
-        fully_shard(model, **mesh, **case.shards)
+            function(block, **mesh, **case.shards)
+        function(model, **mesh, **case.shards)
         if case.retained:
             model.set_reshard_after_backward(False)
         options = {"hardware": "h100", "verify": "full", **case.options} if case.mode is None else None
@@ -151,7 +157,7 @@ def codes_of(case: Case) -> list[Code]:
     return found.codes
 
 
-@pytest.mark.parametrize("name", variants(CASES, "coalesced, bf16", "CUDA graphs"))
+@pytest.mark.parametrize("name", variants(CASES, "coalesced, bf16", "CUDA graphs", "replicated, coalesced"))
 def test_wrapper(name, caplog):
     logs._logged.clear()
     case = CASES[name]
@@ -174,7 +180,7 @@ def test_wrapper(name, caplog):
         if case.options.get("kernels", True):
             casts = casts_of_coalesced_gathers(code)
             assert all(count <= 1 for count in casts), code.phase
-            assert casts or case.options.get("hardware") is not GROUPED, code.phase
+            assert casts or case.whole or case.options.get("hardware") is not GROUPED, code.phase
 
 
 def casts_of_coalesced_gathers(code: Code) -> list[int]:
@@ -195,7 +201,7 @@ def kind_of(node: torch.fx.Node) -> str | None:
         return "wait"
     if node.target in host_copies.KINDS:
         return host_copies.KINDS[node.target]
-    if node.target in (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default):
+    if node.target in (*ALL_REDUCES, torch.ops._c10d_functional.all_reduce_.default):
         return "all_reduce"
     if node.target in LAUNCHES or (is_launch(node) and spec_of(node).kind.supplies):
         return "gather" if is_gather(node) else "reduce"

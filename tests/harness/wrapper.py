@@ -16,7 +16,7 @@ LAUNCHES = {
     "all_gather_into_tensor": "gather", "all_gather_into_tensor_out": "gather",
     "all_gather_into_tensor_coalesced": "gather",
     "reduce_scatter_tensor": "reduce", "reduce_scatter_tensor_coalesced": "reduce", "all_to_all_single": "reduce",
-    "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
+    "all_reduce": "all_reduce", "all_reduce_": "all_reduce", "all_reduce_coalesced_": "all_reduce",
     "_low_contention_all_gather": "gather", "_low_contention_reduce_scatter": "reduce",
     "start_offload": "offload", "start_reload": "reload",
 }  # fmt: skip
