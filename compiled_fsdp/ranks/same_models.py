@@ -1,5 +1,7 @@
 """A check that ranks run the same model in uncompiled code, once, before the model's first gather.
 
+If every rank has whole parameters (``replicate``), there is no gather, and the first reduction takes its place.
+
 Without the check, collectives of different sizes would end a process without a Python error (gloo), or would wait
 forever. No rank waits in the check: the first rank that comes posts its model, and the others compare. In compiled code
 the ranks compare their models when they agree on plans (``ranks/agreement.py``).
@@ -35,7 +37,7 @@ _numbers: weakref.WeakKeyDictionary[Liveness, defaultdict[str, Iterator[int]]] =
 
 
 def check_same_model(parameter: ShardedParameter) -> None:
-    """Compare the model of a parameter that is about to be gathered with the model of the first rank that came here.
+    """Compare the model of a parameter that is about to be sent with the model of the first rank that came here.
 
     Raises:
         RanksDiffer: that rank runs another model.

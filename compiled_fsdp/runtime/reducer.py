@@ -41,6 +41,7 @@ from compiled_fsdp.compat.autograd import (
 from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs, in_compiled_autograd
 from compiled_fsdp.compat.dynamo import never_compiled
 from compiled_fsdp.compat.modules import tree_flatten
+from compiled_fsdp.ranks.same_models import check_same_model
 from compiled_fsdp.runtime.accumulate_grad import (
     accumulate_grad,
     add_to_grad,
@@ -137,6 +138,8 @@ class GradReducer:
     def _launch(self, backward: BackwardState, bucket: EagerBucket) -> None:
         del backward.eager_buckets[id(bucket.expected)]
         members = bucket.members()
+        if members[0].world == 1:  # else ranks have compared before the first gather
+            check_same_model(members[0])
         backward.begin_graph(None)
         backward.launch(bucket.pending, members, [bucket.grads[parameter] for parameter in members])
 

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 from torch.nn.utils import clip_grad_norm_
 
-from compiled_fsdp import WirePolicy, compiled_autograd, explain, fully_shard, install, replicate
+from compiled_fsdp import RanksDiffer, WirePolicy, compiled_autograd, explain, fully_shard, install, replicate
 from tests.harness import WAYS, assert_same, compiled, ddp, distributed, forward_backward, planned_ops, shard, train
 from tests.harness.models import BUILD, Transformer, loss_of, small
-from tests.harness.ours import counted
+from tests.harness.ours import counted, new_group
 from tests.harness.reference import assert_equal, full_gradients
 
 
@@ -229,6 +229,15 @@ def test_errors(rank, world_size):
         replicate(model)
     with pytest.raises(ValueError, match="replicate"):
         replicate(shard(small(), torch_replicate))
+
+
+@distributed(world_size=2)
+def test_ranks_with_different_models(rank, world_size):
+    """An error, not a hang."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + 2 * rank))
+    replicate(model, mesh=new_group())
+    with pytest.raises(RanksDiffer, match=r"float32\[6, 4\]"):
+        compiled(model)(torch.ones(2, 4)).sum().backward()
 
 
 @distributed(world_size=2)
