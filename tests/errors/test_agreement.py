@@ -41,7 +41,7 @@ class Group:
                 Agreement(
                     Liveness(
                         SimpleNamespace(
-                            name=f"{number} {rank}", place=rank, ranks=range(size), size=size, process_group=None
+                            place=rank, ranks=range(size), group_of_all=SimpleNamespace(group_name=f"{number} {rank}")
                         )
                     )
                 )

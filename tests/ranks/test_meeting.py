@@ -54,7 +54,7 @@ def group(size: int, timeout: float = 30.0) -> list[Agreement]:
             Agreement(
                 Liveness(
                     SimpleNamespace(
-                        name=f"m {number} {rank}", place=rank, ranks=range(size), size=size, process_group=None
+                        place=rank, ranks=range(size), group_of_all=SimpleNamespace(group_name=f"m {number} {rank}")
                     )
                 )
             )
