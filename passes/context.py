@@ -59,7 +59,8 @@ class Planned:
     """The decisions of the pass ``plan``, for the passes after it and for reports."""
 
     plan: GraphPlan
-    # Tasks and simulation are None if the graph has no collectives.
+    # Tasks and simulation are None if the graph has no collectives, except in a model with replicas: a forward that
+    # gathers nothing is a part of the step whose backward all-reduces.
     tasks: Tasks | None = None
     simulation: Simulation | None = None
     # Also None if the graph has no symbolic sizes, or its compute could not be priced.

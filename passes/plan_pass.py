@@ -47,6 +47,8 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
         if ctx.rules.budget is not None and needed > ctx.rules.budget:
             raise over_budget(tasks.phase, needed, ctx.rules.budget)
         ctx.planned = Planned(GraphPlan(ctx.phase, ()))
+        if any(read.replicas > 1 for read in ctx.reads.values()):  # reports add up its time and its backward's
+            ctx.planned = Planned(ctx.planned.plan, tasks, simulate(tasks, ()), segment_of=segment_of, rules=ctx.rules)
         ctx.changed("plan", "no collectives")
         return gm
     origin = "agreed"

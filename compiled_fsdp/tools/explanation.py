@@ -84,6 +84,12 @@ class Explanation:
     def _steps(self) -> list[Step]:
         return steps_of(self.graphs, self.graph_breaks, self.layers)
 
+    @property
+    def _layout(self) -> str:
+        """The word for all parameters that graphs read: "replicated", or "sharded"."""
+        reads = [read for graph in self.graphs for read in graph.reads]
+        return "replicated" if reads and all(r.world == 1 and r.replicas > 1 for r in reads) else "sharded"
+
     def __str__(self) -> str:
         if self.details:
             return "\n".join([*self._head, graph_tables(self.graphs), *self._tail])
@@ -143,7 +149,7 @@ class Explanation:
         """The first lines: counts, and the hardware that times are planned for."""
         graphs = "planned" if self.planned_only else "compiled"
         out = [
-            f"{count(self.units, 'unit')} with {count(self.parameters, 'sharded parameter')}, "
+            f"{count(self.units, 'unit')} with {count(self.parameters, f'{self._layout} parameter')}, "
             f"{count(len(self.graphs), f'{graphs} graph')}, {count(len(self.graph_breaks), 'graph break')}"
         ]
         planned_for = dict.fromkeys(graph.hardware for graph in self.graphs if graph.numbers is not None)

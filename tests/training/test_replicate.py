@@ -71,6 +71,9 @@ def test_parameters_and_collectives(rank, world_size):
         assert torch.equal(mine.to_local(), whole)
     run = compiled(model, bucket="module", verify="full")
     loss_of(run, rank, 0).backward()
+    said = str(explain(model))
+    assert "with 13 replicated parameters" in said
+    assert "a training step, [0] + [1]" in said  # with the time of a forward that gathers nothing
     forward, backward = explain(model).graphs
     assert planned_ops(forward)["gather"] == 0
     assert (planned_ops(backward)["gather"], planned_ops(backward)["all_reduce"]) == (0, 3)
