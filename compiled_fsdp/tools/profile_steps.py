@@ -261,8 +261,9 @@ def collectives_of_steps(steps: Sequence[Step], seconds: Mapping[TimedCollective
         there = [found for found in by_step if found]
         first = there[0][0]
         report, planned = first.report, first.planned
-        # the plan counts an all-reduce over replicas as a part of its reduction
-        known = report is not None and planned is not None and first.of.kind != "all_reduce"
+        # the plan counts an all-reduce of shards over replicas as a part of its reduction
+        is_half = planned is not None and first.of.kind == "all_reduce" and planned.bucket.transport != "all_reduce"
+        known = report is not None and planned is not None and not is_half
         measured.append(
             MeasuredCollective(
                 first.of.name, first.of.kind, first.bytes, "" if report is None else report.phase, len(there[0]),
