@@ -137,9 +137,9 @@ def layouts_of(
         others: parameters of other units of the same call, with their names.
 
     Raises:
-        ValueError: ``shard_placement_fn`` is given although nothing is sharded; a parameter belongs to another unit (for
-            example, a layer is sharded after its root), has no dimension or no elements, or its placement does not fit;
-            or trainable parameters have several dtypes.
+        ValueError: ``shard_placement_fn`` is given although nothing is sharded; a parameter belongs to another unit
+            (for example, a layer is sharded after its root), has no dimension or no elements, or its placement does not
+            fit; or trainable parameters have several dtypes.
         NotImplementedError: a parameter is not contiguous, or ``spmd_types`` has annotated it.
     """
     if replicates and shard_placement_fn is not None:
