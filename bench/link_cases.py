@@ -17,6 +17,8 @@ WIRE = (WHOLE, COMPARED_TO, *CODECS, *EXTENSIONS, "floor_compute")
 """Systems with ``--wire``: codecs, all-gather extensions and compute in bfloat16, beside the exact systems."""
 BUDGETS = ("budget_100", "budget_80", "budget_60", "budget_45")
 """Systems with a memory budget, in percent of the planned peak of compiled_fsdp without one."""
+UNSHARDED = ("replicated", "kept")
+"""Systems with as many bytes as DDP: ``replicate``, and parameters that stay unsharded from forward to backward."""
 OF_ONE_GROUP = ("functional", "functional_overlap", "floor_wire", "floor_wire_fsdp2")
 """Systems that support neither replicas nor another group for backward's gathers."""
 NAMES = (WHOLE, COMPARED_TO, "fsdp2_compiled", "ddp", "functional", "functional_overlap",

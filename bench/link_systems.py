@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import functional_fsdp, wire
 from bench.link_models import MLP, Llama
-from compiled_fsdp import WirePolicy, compiled_autograd, explain, fully_shard
+from compiled_fsdp import WirePolicy, compiled_autograd, explain, fully_shard, replicate
 from compiled_fsdp.errors import OverBudget
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 
@@ -218,6 +218,19 @@ def _ddp(setting: Setting) -> Training:
     return setting.training(model, model)
 
 
+def _replicated(setting: Setting) -> Training:
+    def shard(modules: Any, *, reshard_after_forward: bool = True, **options: Any) -> Any:
+        return replicate(modules, **options)  # nothing to reshard
+
+    model = setting.sharded(shard)
+    return setting.training(model, torch.compile(model, backend="compiled_fsdp"))
+
+
+def _kept(setting: Setting) -> Training:
+    model = setting.sharded(fully_shard, reshard_after_forward=False)
+    return setting.training(model, torch.compile(model, backend="compiled_fsdp"))
+
+
 def _functional(setting: Setting) -> Training:
     model = setting.model()
     functional_fsdp.shard(model)
@@ -331,4 +344,6 @@ SYSTEMS = {
     "budget_80": System(partial(_budget, 0.8)),
     "budget_60": System(partial(_budget, 0.6)),
     "budget_45": System(partial(_budget, 0.45)),
+    "replicated": System(_replicated, sharded=False, reshard=False),
+    "kept": System(_kept, reshard=False),
 }

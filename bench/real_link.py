@@ -25,6 +25,9 @@ compiled_fsdp get the same calls.
 With ``--budgets`` the systems have memory budgets: "budget_60" has 60 % of the planned peak of compiled_fsdp, or the
 least that fits, if that is more.
 
+Two further systems send as many bytes as DDP: "replicated" is ``replicate``, and "kept" shards parameters, but leaves
+them unsharded from forward to backward.
+
 With ``--wire`` the systems differ in the codecs of gathers and reductions (for example "wire_int8" has
 ``WirePolicy("int8", "int8")``). Beside them run the exact systems, mixed precision in bfloat16 ("bf16", "fsdp2_bf16"),
 and torchao's float8 training, which gathers weights in float8 ("float8", "fsdp2_float8").
@@ -59,6 +62,7 @@ from bench.link_cases import (
     LAYOUTS,
     NAMES,
     OF_ONE_GROUP,
+    UNSHARDED,
     WHOLE,
     WIRE,
     Case,
@@ -303,7 +307,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     usual = [name for name in NAMES if not (options.quick and name in BROKEN)]
     chosen = ACCUMULATING if options.accumulate else WIRE if options.wire else None
     chosen = (WHOLE, *BUDGETS) if options.budgets else chosen
-    known = chosen or NAMES
+    known = chosen or (*NAMES, *UNSHARDED)
     if not LAYOUTS[options.layout].is_one_group:
         if several := set(options.systems or ()) & set(OF_ONE_GROUP):
             parser.error(
