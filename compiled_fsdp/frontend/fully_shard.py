@@ -162,8 +162,12 @@ def shard_units(module: Any, arguments: Arguments, auto_wrap_policy: WrapPolicy 
     """Make ``module``, and the modules inside that the policy chooses, units; return ``module``."""
     units = [(module, arguments)]
     if auto_wrap_policy is not None:
-        chosen = units_by_policy(module, auto_wrap_policy, arguments._asdict())
-        units = [(unit, Arguments(**of_unit)) for unit, of_unit in chosen]
+        kept = (
+            ("replicates", "reshard_after_forward", "shard_placement_fn") if arguments.replicates else ("replicates",)
+        )
+        open_to_policy = {name: value for name, value in arguments._asdict().items() if name not in kept}
+        chosen = units_by_policy(module, auto_wrap_policy, open_to_policy)
+        units = [(unit, arguments._replace(**of_unit)) for unit, of_unit in chosen]
     checked = _Checked(module, set(), {})
     with ExitStack() as undo:
         steps = [_shard(unit, checked, of_unit, undo) for unit, of_unit in units]

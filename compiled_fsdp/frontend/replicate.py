@@ -11,15 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.compat.modules import replicate_state
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
 from compiled_fsdp.frontend.fully_shard import Arguments, shard_units
-from compiled_fsdp.sharding.mesh import only_replicates
 from compiled_fsdp.sharding.wire_policy import WirePolicy
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
     from compiled_fsdp.frontend.fully_shard import WrapPolicy
@@ -90,15 +89,6 @@ def replicate(
 
         If it raises, ``module`` is as it was before the call.
     """
-    if dp_mesh_dims is None and isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
-        raise ValueError(
-            f"replicate expects a 1D DeviceMesh but got {mesh}. To shard over its second dimension, use fully_shard."
-        )
-    if dp_mesh_dims is not None and hasattr(dp_mesh_dims, "shard_names") and not only_replicates(dp_mesh_dims):
-        raise ValueError(
-            f"replicate: dp_mesh_dims names dimensions to shard over, {dp_mesh_dims.shard_names}. Use fully_shard, or "
-            "name only dimensions to replicate over."
-        )
     arguments = Arguments(
         mesh, None, None, mp_policy, offload_policy, ignored_params, dp_mesh_dims, sync_module_states, wire_policy,
         replicates=True,

@@ -66,34 +66,36 @@ def parts_of(tensor: Tensor) -> Parts | None:
     """
     if not isinstance(tensor, DTensor):
         return None
-    divided = [i for i, place in enumerate(tensor.placements) if not isinstance(place, Replicate)]
-    shards = [place for place in tensor.placements if type(place) is Shard]
+    sizes = tensor.device_mesh.shape
+    divided = [i for i, place in enumerate(tensor.placements) if not isinstance(place, Replicate) and sizes[i] > 1]
+    shards = [place for i in divided if type(place := tensor.placements[i]) is Shard]
     if len(divided) > 1 or len(shards) < len(divided):
         raise NotImplementedError(
             f"A whole matrix can be put together from parts along one dimension of a mesh, but a tensor of shape "
             f"{tuple(tensor.shape)} has placements {tensor.placements}. Leave it to an optimizer that does not need "
             "whole matrices, such as torch.optim.AdamW."
         )
-    if not divided or tensor.device_mesh.size(divided[0]) == 1:
+    if not divided:
         return None
     return Parts(tensor.shape, shards[0].dim % tensor.ndim, tensor.device_mesh.get_group(divided[0]))
 
 
+@torch.no_grad()
 def map_whole(
     function: Callable[[int, Tensor], Tensor], tensors: Sequence[Tensor], *, cost: Cost | None = None
 ) -> list[Tensor]:
     """Apply a function to whole tensors of which each rank holds a part.
 
     Each tensor is put together on one rank, which calls ``function``; all ranks get their parts of the result. Ranks
-    own about equal work. All ranks must call this with the same tensors in the same order. For example, an optimizer
-    with a preconditioner for each weight matrix::
+    own about equal work. All ranks must call this with the same tensors in the same order. Gradients are not recorded.
+    For example, an optimizer with a preconditioner for each weight matrix::
 
         grads = [p.grad for p in matrices]
         updates = map_whole(lambda i, grad: shampoo[i].precondition(grad), grads)  # shampoo[i] is used by one rank
 
     Args:
-        function: takes the tensor's place in ``tensors`` and the whole tensor, and returns a tensor of the same shape.
-            It is always the same rank that calls it for a tensor, as long as the list's shapes stay the same, so it
+        function: takes the tensor's place in ``tensors`` and the whole tensor, a copy, and returns a tensor of the
+            same shape and dtype. It is always the same rank that calls it for a tensor, as long as the list's shapes stay the same, so it
             may keep a state there.
         tensors: DTensors with one ``Shard`` placement, as ``fully_shard`` makes them, of one dtype in each process
             group. With replicas (HSDP) each group of replicas computes for itself. A tensor that this rank has as a
@@ -105,6 +107,9 @@ def map_whole(
 
     Raises:
         NotImplementedError: a tensor is divided along several dimensions of its mesh.
+        ValueError: the function returned another shape or dtype, or dtypes differ within a process group.
+        Exception: what the function raises, on the rank that called it. The other ranks get NaN for that tensor
+            instead of waiting for it.
     """
     results: list[Any] = [None] * len(tensors)
 
@@ -114,9 +119,11 @@ def map_whole(
 
     def part(i: int) -> Tensor:
         tensor = tensors[i].detach()
-        return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        part = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        return part if layouts[i] is not None else part.clone()
 
-    exchange([parts_of(tensor) for tensor in tensors], part, function, write, cost=cost or _numel)
+    layouts = [parts_of(tensor) for tensor in tensors]
+    exchange(layouts, part, function, write, cost=cost or _numel)
     return results
 
 
@@ -144,12 +151,23 @@ def exchange(
     by_group: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
     for i, layout in enumerate(layouts):
         if layout is None:
-            write(i, function(i, part(i)))
+            write(i, _result_of(function, i, part(i)))
         else:
             by_group[layout.group].append(i)
     for group, members in by_group.items():
         divided = {i: layout for i in members if (layout := layouts[i]) is not None}
         _Exchange(group, divided, part, function, write).run(cost)
+
+
+def _result_of(function: Callable[[int, Tensor], Tensor], i: int, whole: Tensor) -> Tensor:
+    shape, dtype = whole.shape, whole.dtype
+    result = function(i, whole)
+    if result.shape != shape or result.dtype != dtype:
+        raise ValueError(
+            f"The function must return a tensor of shape {tuple(shape)} and dtype {dtype}, but returned "
+            f"{tuple(result.shape)} and {result.dtype}."
+        )
+    return result
 
 
 class _Exchange:
@@ -166,6 +184,7 @@ class _Exchange:
         self.group, self.layouts = group, layouts
         self.part, self.function, self.write = part, function, write
         self.ranks, self.rank = group.size(), group.rank()
+        self.error: Exception | None = None
 
     def run(self, cost: Cost) -> None:
         numbers = list(self.layouts)
@@ -184,6 +203,8 @@ class _Exchange:
             going_back = arrived, self._to_parts(arrived, results, received.like)
         assert going_back is not None
         self._take(*going_back)
+        if self.error is not None:
+            raise self.error
 
     def _to_owners(self, each: Round) -> _Sent:
         """Send this rank's parts of a round's tensors to their owners."""
@@ -201,12 +222,12 @@ class _Exchange:
                 numel = layout.numel_of(rank)
                 pieces.append(by_rank[rank][:numel].view(layout.size_of(rank)))
                 by_rank[rank] = by_rank[rank][numel:]
-            result = self.function(i, torch.cat(pieces, layout.dim))
-            if result.shape != layout.shape or result.dtype != sent.like.dtype:
-                raise ValueError(
-                    f"The function must return a tensor of shape {tuple(layout.shape)} and dtype {sent.like.dtype}, "
-                    f"but returned {tuple(result.shape)} and {result.dtype}."
-                )
+            whole = torch.cat(pieces, layout.dim)
+            try:
+                result = _result_of(self.function, i, whole)
+            except Exception as error:
+                self.error = self.error or error  # raised at the end, because the other ranks wait for results
+                result = torch.full_like(whole, math.nan if whole.is_floating_point() else 0)
             results.append(result)
         return results
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.compat.autograd import local_of
-from compiled_fsdp.compat.optim import adjusted_lr, newton_schulz, scalar
+from compiled_fsdp.compat.optim import adjusted_lr, newton_schulz, scalar, step_without_hooks
 from compiled_fsdp.optim.exchange import Parts, exchange, parts_of
 
 
@@ -45,7 +45,7 @@ class Muon(torch.optim.Muon):
             ``ns_coefficients``, ``eps``, ``ns_steps``, ``adjust_lr_fn``.
 
     Raises:
-        ValueError: a parameter of ``params`` is not a matrix.
+        ValueError: a parameter of ``params`` is not a matrix, or an option has a value that torch.optim.Muon refuses.
         NotImplementedError: a matrix is divided along several dimensions of its mesh (tensor parallelism).
     """
 
@@ -53,17 +53,20 @@ class Muon(torch.optim.Muon):
         self, params: Any, lr: float | Tensor = 1e-3, *, adamw: Iterable[Any] | None = None, **options: Any
     ) -> None:
         super().__init__(params, lr=lr, **options)  # type: ignore[arg-type]  # torch's own annotation lacks Tensor
-        for group in self.param_groups:
-            group["algorithm"] = "muon"
-            for param in group["params"]:
-                parts_of(param)
         for group in () if adamw is None else torch.optim.AdamW(adamw).param_groups:
-            super().add_param_group(group | {"algorithm": "adamw"})
+            self.add_param_group(group)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("algorithm", "muon")  # a state dict of torch.optim.Muon has none
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices; with the key ``betas`` one for AdamW's algorithm, with all of its options."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if _is_adamws(group):
+            return
+        try:
+            _check(group)
+        except (ValueError, NotImplementedError):
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -89,19 +92,44 @@ class Muon(torch.optim.Muon):
 
     def _matrices(self) -> Iterable[_Matrix]:
         for group in self.param_groups:
-            if group["algorithm"] == "muon":
+            if not _is_adamws(group):
+                for param in group["params"]:
+                    _place_gradient(param)
                 given: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
                 self._init_group(group, *given)  # type: ignore[no-untyped-call]
                 yield from (_Matrix(*each, group) for each in zip(*given, strict=True))
 
     def _step_of_adamw(self) -> None:
-        groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        groups = list(filter(_is_adamws, self.param_groups))
         if not groups:
             return
         if not hasattr(self, "_adamw"):
             self._adamw = torch.optim.AdamW(groups)
         self._adamw.param_groups, self._adamw.state = groups, self.state
-        self._adamw.step()
+        step_without_hooks(self._adamw)
+
+
+def _is_adamws(group: dict[str, Any]) -> bool:
+    return "betas" in group  # no key of our own, so that state dicts are torch's
+
+
+def _check(group: dict[str, Any]) -> None:
+    """Check a group on all ranks, because in a step only the owner of a matrix would notice."""
+    for param in group["params"]:
+        if param.ndim != 2:
+            raise ValueError(f"Muon only supports 2D parameters, but one has the size {tuple(param.shape)}.")
+        parts_of(param)
+    if not 0 <= group["ns_steps"] < 100:
+        raise ValueError(f"Muon: ns_steps should be at least 0 and less than 100, but is {group['ns_steps']}.")
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"Muon: ns_coefficients should be three numbers, but is {group['ns_coefficients']}.")
+
+
+def _place_gradient(param: Tensor) -> None:
+    """Give a gradient its parameter's placements: after tensor parallelism it may be a part of a sum."""
+    grad = param.grad
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        param.grad = grad.redistribute(placements=param.placements)
 
 
 class _Matrix:

@@ -32,7 +32,8 @@ def _line(parameter: ShardedParameter, unit: Unit) -> str:
     mode = "trained" if parameter.param.requires_grad else "frozen"
     reshard = unit.post_forward_world_size or unit.policy.reshard_after_forward
     sent = f", {parameter.wire}" if parameter.wire != EXACT else ""
-    return f"{dtype}{size} dim {parameter.dim}, {mode}, reshard_after_forward={reshard}{sent}"
+    kind = "replicated" if parameter.layout.group.process_group is None else f"dim {parameter.dim}"
+    return f"{dtype}{size} {kind}, {mode}, reshard_after_forward={reshard}{sent}"
 
 
 def difference_of_outlines(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:

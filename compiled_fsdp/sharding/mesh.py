@@ -33,6 +33,8 @@ def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any, *, replicates: bool =
         )
     if mesh is None and dp_mesh_dims is None:
         return mesh_of_all_ranks("replicate" if replicates else None)
+    if replicates:
+        _check_replicates(mesh, dp_mesh_dims)
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"fully_shard: mesh must be a torch.distributed.DeviceMesh, but got {type(mesh).__name__}.")
     if dp_mesh_dims is not None:
@@ -49,6 +51,19 @@ def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any, *, replicates: bool =
             "ranks only."
         )
     return mesh
+
+
+def _check_replicates(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> None:
+    """Raise ValueError if the arguments of ``replicate`` have a dimension to shard over."""
+    if dp_mesh_dims is None and isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        raise ValueError(
+            f"replicate expects a 1D DeviceMesh but got {mesh}. To shard over its second dimension, use fully_shard."
+        )
+    if dp_mesh_dims is not None and hasattr(dp_mesh_dims, "shard_names") and not only_replicates(dp_mesh_dims):
+        raise ValueError(
+            f"replicate: dp_mesh_dims names dimensions to shard over, {dp_mesh_dims.shard_names}. Use fully_shard, or "
+            "name only dimensions to replicate over."
+        )
 
 
 def only_replicates(dp_mesh_dims: Any) -> bool:

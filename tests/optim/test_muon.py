@@ -8,10 +8,15 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from compiled_fsdp import Muon, count_communication, fully_shard, map_whole
 from tests.harness import compiled, distributed
@@ -28,7 +33,7 @@ def whole_matrices(seed: int) -> list[Tensor]:
 
 def sharded(tensors: list[Tensor], mesh: Any, dims: list[int]) -> list[Tensor]:
     last = mesh.ndim - 1
-    placements = [[*(torch.distributed.tensor.Replicate(),) * last, Shard(dim)] for dim in dims]
+    placements = [[*(Replicate(),) * last, Shard(dim)] for dim in dims]
     return [distribute_tensor(t, mesh, placement) for t, placement in zip(tensors, placements, strict=True)]
 
 
@@ -118,6 +123,85 @@ def test_state_dicts_are_torchs(rank, world_size):
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.002)  # torch multiplies shards, in another order
 
 
+@distributed(world_size=1)
+def test_checkpoints_are_torchs(rank, world_size):
+    """DCP asks for exactly the keys that the optimizer has."""
+    for first, second in ((Muon, torch.optim.Muon), (torch.optim.Muon, Muon)):
+        for flatten in (False, True):
+            options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+            states = []
+            for kind in (first, second):
+                model = nn.Sequential(nn.Linear(4, 4, bias=False))
+                optimizer = kind(model.parameters(), lr=0.1)
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                states.append(get_optimizer_state_dict(model, optimizer, options=options))
+            assert _keys(states[0]) == _keys(states[1])
+
+
+def _keys(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _keys(value) for key, value in state.items()}
+    return [_keys(each) for each in state] if isinstance(state, list) else None
+
+
+@distributed(world_size=2)
+def test_gradients_with_other_placements(rank, world_size):
+    """After tensor parallelism a gradient may be a part of a sum."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    weight = nn.Parameter(distribute_tensor(torch.eye(4), mesh, [Replicate()]))
+    weight.grad = DTensor.from_local(torch.full((4, 4), rank + 1.0), mesh, [Partial()])
+    Muon([weight]).step()
+    expected = nn.Parameter(torch.eye(4))
+    expected.grad = torch.full((4, 4), 3.0)
+    torch.optim.Muon([expected]).step()
+    assert torch.equal(weight.to_local(), expected)
+
+
+@distributed(world_size=2)
+def test_an_error_on_the_owner(rank, world_size):
+    """The other rank does not wait for its result."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    (tensor,) = sharded([torch.eye(4)], mesh, [0])
+
+    def fails(i: int, matrix: Tensor) -> Tensor:
+        raise KeyError("out of luck")
+
+    if rank == 0:
+        with pytest.raises(KeyError, match="out of luck"):
+            map_whole(fails, [tensor])
+    else:
+        assert map_whole(fails, [tensor])[0].to_local().isnan().all()
+    with pytest.raises(ValueError, match=r"ns_steps .* but is 100"):
+        Muon([nn.Parameter(tensor)], ns_steps=100)
+    with pytest.raises(ValueError, match="ns_coefficients should be three numbers"):
+        Muon([nn.Parameter(tensor)], ns_coefficients=(1.0, 2.0))
+
+
+def test_groups_that_are_added_later_and_hooks():
+    first, second, third = (nn.Parameter(torch.eye(4)) for _ in range(3))
+    optimizer = Muon([first], adamw=[third])
+    optimizer.add_param_group({"params": [second], "lr": 0.5})
+    with pytest.raises(ValueError, match="only supports 2D"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+    assert len(optimizer.param_groups) == 3
+    for param in (first, second, third):
+        param.grad = torch.ones(4, 4)
+    seen: list[str] = []
+    hook = register_optimizer_step_post_hook(lambda of, args, kwargs: seen.append(type(of).__name__))
+    optimizer.step()
+    hook.remove()
+    assert seen == ["Muon"]
+    assert not any(torch.equal(param, torch.eye(4)) for param in (first, second, third))
+
+
+def test_the_function_gets_a_copy():
+    tensor = torch.ones(2, 2, requires_grad=True)
+    (doubled,) = map_whole(lambda i, whole: whole.mul_(2), [tensor])
+    assert torch.equal(tensor, torch.ones(2, 2))
+    assert not doubled.requires_grad
+
+
 @distributed(world_size=2)
 def test_mixed_groups(rank, world_size):
     """Muon for matrices and AdamW for the rest, with a scheduler, a compiled model, and a resumed state."""
@@ -203,3 +287,5 @@ def test_what_it_cannot_put_together(rank, world_size):
         Muon([both])
     with pytest.raises(ValueError, match="only supports 2D"):
         Muon([nn.Parameter(torch.randn(8))])
+    scaled_down = init_device_mesh("cpu", (1, 4))
+    Muon([nn.Parameter(distribute_tensor(torch.randn(8, 8), scaled_down, [Shard(0), Shard(1)]))])

@@ -10,10 +10,13 @@ import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import Replicate
 from torch.nn.utils import clip_grad_norm_
 
 from compiled_fsdp import RanksDiffer, WirePolicy, compiled_autograd, explain, fully_shard, install, replicate
+from compiled_fsdp.frontend.gradient_methods import units_of
+from compiled_fsdp.ranks.outline import difference_of_outlines, outline_of
 from tests.harness import WAYS, assert_same, compiled, ddp, distributed, forward_backward, planned_ops, shard, train
 from tests.harness.models import BUILD, Transformer, loss_of, small
 from tests.harness.ours import counted, new_group
@@ -226,6 +229,14 @@ def test_errors(rank, world_size):
     ):
         with pytest.raises(error, match=message):
             replicate(model, **options)
+    for chosen, error in (
+        ({"mesh": two}, "replicate expects a 1D DeviceMesh"),
+        ({"replicates": False}, "replicates"),
+        ({"reshard_after_forward": True}, "reshard_after_forward"),
+    ):
+        policy = CustomPolicy(lambda module, chosen=chosen: chosen if module is model.head else False)
+        with pytest.raises(ValueError, match=error):
+            replicate(model, auto_wrap_policy=policy)
     assert all(type(param) is nn.Parameter for param in model.parameters())
     fully_shard(model)
     with pytest.raises(ValueError, match="already applied"):
@@ -241,6 +252,17 @@ def test_ranks_with_different_models(rank, world_size):
     replicate(model, mesh=new_group())
     with pytest.raises(RanksDiffer, match=r"float32\[6, 4\]"):
         compiled(model)(torch.ones(2, 4)).sum().backward()
+
+
+@distributed(world_size=2)
+def test_sharded_and_replicated_models_have_other_outlines(rank, world_size):
+    """Ranks that do not compile compare outlines before their first collective."""
+    outlines = []
+    for model in (replicate(small()), fully_shard(small(), reshard_after_forward=None)):
+        units = units_of(model)
+        outlines.append(outline_of(units, units[0].parameters[0].group))
+    mine, theirs = difference_of_outlines(*outlines)
+    assert mine.replace("replicated", "dim 0") == theirs
 
 
 @distributed(world_size=2)
