@@ -182,7 +182,7 @@ def test_options_are_those_of_training():
     ("name", "published"),
     [
         ("llama3-8b", 8.03e9), ("llama3-70b", 70.6e9), ("llama3-405b", 405.9e9), ("llama2-7b", 6.738e9),
-        ("llama2-70b", 68.98e9), ("mixtral-8x7b", 46.7e9), ("mpt-7b", 6.658e9),
+        ("llama2-70b", 68.98e9), ("mixtral-8x7b", 46.7e9), ("mpt-7b", 6.658e9), ("qwen3-14b", 14.77e9),
     ],
 )  # fmt: skip
 def test_named_models_have_as_many_parameters_as_published(name, published):

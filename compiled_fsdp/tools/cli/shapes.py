@@ -76,6 +76,7 @@ SHAPES = {
         Shape("llama3-405b", 16384, 128, 8, 53248, 126, 128256),
         Shape("llama2-7b", 4096, 32, 32, 11008, 32, 32000),
         Shape("llama2-70b", 8192, 64, 8, 28672, 80, 32000),
+        Shape("qwen3-14b", 5120, 40, 8, 17408, 40, 151936),
         Shape("mixtral-8x7b", 4096, 32, 8, 14336, 32, 32000, experts=8),
         Shape("mpt-7b", 4096, 32, 32, 16384, 32, 50368, gated=False, positions=2048, tied=True),
         Shape("tiny", 64, 4, 2, 256, 2, 512),
