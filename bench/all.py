@@ -52,7 +52,7 @@ class Measurement:
     @property
     def needs_link(self) -> bool:
         """Whether the command makes network namespaces, which needs root."""
-        return "bench.real_link" in self.command or "bench.profile_check" in self.command
+        return any(f"bench.{name}" in self.command for name in ("real_link", "profile_check", "muon"))
 
 
 def _link(
@@ -139,6 +139,7 @@ MEASUREMENTS = (
         "compiled_fsdp,fsdp2,broken,broken_inside,broken_autograd,blocks,floor_compute",
         8,
     ),
+    Measurement("muon", "python -m bench.muon", 3, "--layers 1 --width 64 --rounds 1"),
     Measurement("profile", "python -m bench.profile_check", 5, "--rounds 1 --systems whole"),
     Measurement("graph-breaks-depth", "python -m bench.broken_depth --repeats 3", 3, "--repeats 1"),
     _link(
