@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_fsdp.passes.cost.fusion import mark_memory, users_of
+from compiled_fsdp.passes.forms import form_of_arguments, form_of_value
 from compiled_fsdp.passes.graph import NOT_STORED, aten, calls, draws_numbers, is_getitem, prims
 from compiled_fsdp.passes.memory import storage_bytes
 from compiled_fsdp.passes.op_schema import schema_of
@@ -47,7 +48,6 @@ _COPIES = {
 }  # fmt: skip
 _FAR = 64  # calls from a result to its first use, about a layer
 _SMALL = 8  # a tensor is small beside one that is so many times as large
-_ALIGNED = 16  # bytes: Inductor's code depends on whether a tensor begins at a multiple of them
 
 
 def share(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -186,38 +186,21 @@ def _is_static(value: Any) -> bool:
 
 def _form_of_call(node: Node) -> tuple[Any, ...]:
     """Return the op, its constants, and the sizes and types of its tensors."""
-    return _form(node, lambda source: _form_of_value(source.meta["val"]))
+    return _form(node, lambda source: form_of_value(source.meta["val"]))
 
 
 def _form(node: Node, of_source: Callable[[Node], Any]) -> tuple[Any, ...]:
     """Return a call as plain data, in which ``of_source`` describes the tensors that are computed elsewhere."""
 
-    def describe(argument: Any) -> Any:
-        if isinstance(argument, Node):
-            return of_source(argument) if _is_source(argument) else _form(argument, of_source)
-        if isinstance(argument, (tuple, list)):
-            return (type(argument).__name__, *map(describe, argument))
-        if isinstance(argument, slice):
-            return ("slice", *map(describe, (argument.start, argument.stop, argument.step)))
-        # 1, 1.0 and True are different constants, and so are 0.0 and -0.0
-        return (type(argument).__name__, repr(argument) if isinstance(argument, float) else argument)
+    def of_node(argument: Node) -> Any:
+        return of_source(argument) if _is_source(argument) else _form(argument, of_source)
 
-    named = tuple((name, describe(argument)) for name, argument in sorted(node.kwargs.items()))
-    return node.target, tuple(map(describe, node.args)), named, _form_of_value(node.meta["val"])
+    return *form_of_arguments(node, of_node), form_of_value(node.meta["val"])
 
 
 def _is_source(node: Node) -> bool:
     """Whether a node is where a tensor comes from: a call, or one of its several results; not a view of them."""
     return not _is_passed_through(node) or (is_getitem(node) and not _is_passed_through(node.all_input_nodes[0]))
-
-
-def _form_of_value(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_form_of_value, value))
-    if isinstance(value, Tensor):
-        is_aligned = value.storage_offset() * value.element_size() % _ALIGNED == 0
-        return tuple(value.shape), value.stride(), value.dtype, value.device, is_aligned
-    return value
 
 
 def _run(nodes: Sequence[Node]) -> _Run | None:
@@ -230,7 +213,7 @@ def _run(nodes: Sequence[Node]) -> _Run | None:
             return "call", number[source]
         if is_getitem(source) and source.all_input_nodes[0] in number:
             return "call", *_element(source, number)
-        return "given", given.setdefault(source, len(given)), _form_of_value(source.meta["val"])
+        return "given", given.setdefault(source, len(given)), form_of_value(source.meta["val"])
 
     forms = tuple(_form(node, of_source) for node in nodes)
     results = [result for node in nodes for result in _used_outside(node, number.keys())]
