@@ -123,6 +123,47 @@ def needs_values(error: BaseException | None) -> bool:
     )
 
 
+def is_static_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fake, strided, no subclass, and without symbolic sizes."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if type(tensor) is not FakeTensor or tensor.layout is not torch.strided:
+        return False
+    return not any(
+        isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    )
+
+
+class FakeCopies:
+    """Copies of fake tensors that share memory with each other as the originals do, and with nothing else."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, Any] = {}
+        self._kept: list[torch.Tensor] = []  # because a storage's number is free again once the storage is gone
+
+    def same_memory(self, original: torch.Tensor, other: torch.Tensor) -> None:
+        """Let copies share the memory of ``other`` if the tensors that they are made of share that of ``original``."""
+        self._kept.append(original)
+        self._storages[original.untyped_storage()._cdata] = other.untyped_storage()
+
+    def of(self, value: Any) -> Any:
+        """Return a copy of a fake tensor, or of a tuple or list of them; other values as they are."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self.of, value))
+        if type(value) is not FakeTensor:
+            return value
+        self._kept.append(value)
+        storage = value.untyped_storage()
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisableTorchDispatch():
+            if storage._cdata not in self._storages:
+                self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+            copied = torch.empty(0, dtype=value.dtype, device="meta")
+            copied.set_(self._storages[storage._cdata], value.storage_offset(), value.shape, value.stride())
+            return FakeTensor(value.fake_mode, copied, value.fake_device)
+
+
 def is_higher_order(target: Any) -> bool:
     """Whether a call target takes graphs as arguments."""
     return isinstance(target, torch._ops.HigherOrderOperator)

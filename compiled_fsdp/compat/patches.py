@@ -179,6 +179,24 @@ SUBGRAPHS = Patch(
     "Inductor generates code for each of several equal layers.",
     "inputs of nested graphs that are nobody's saved tensors (pytorch/pytorch#192840)",
 )
+CAPTURE = Patch(
+    "torch._functorch.aot_autograd",
+    "aot_stage1_graph_capture",
+    (("aot_state", "orig_flat_fn"),),
+    "while torch compiles",
+    "Puts the traced body of equal layers in the place of each call of it, right after the trace.",
+    "Equal layers are traced one by one, so that large models take longer to compile.",
+    "a hook that is called with AOTAutograd's graph before torch's own passes",
+)
+BODY_SCHEMA = Patch(
+    "torch._higher_order_ops.invoke_subgraph:InvokeSubgraphHOP",
+    "gen_schema",
+    (("subgraph", "identifier"),),
+    "while torch compiles",
+    "Torch traces a body at every call of it, to find the inputs that it writes to. The replacement does so once.",
+    CAPTURE.lost,
+    "a schema that is kept for each body",
+)
 PRE_HOOKS = Patch(
     "torch._dynamo.compiled_autograd:AutogradCompilerInstance",
     "reorder_pre_hook_nodes_to_mimic_eager",
@@ -203,7 +221,7 @@ REUSED_REGIONS = Patch(
 
 PATCHES = (
     STANCE, BREAKS, AFTER_BREAKS, UNUSED_INPUT, RECOMPILE_LIMIT, KEPT_GRAPHS, CACHE_LOOKUP, CACHED_CODE, SUBGRAPHS,
-    PRE_HOOKS, REUSED_REGIONS,
+    CAPTURE, BODY_SCHEMA, PRE_HOOKS, REUSED_REGIONS,
 )  # fmt: skip
 """All replacements."""
 

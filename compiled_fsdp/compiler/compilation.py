@@ -33,8 +33,10 @@ from compiled_fsdp.compat.code_cache import AGAIN, Again, LoadedCode, OnRun, cac
 from compiled_fsdp.compat.compilers import aot_compile, has_triton_package, inductor_compile
 from compiled_fsdp.compat.dynamo import batch_of, graph_break_of, is_dynamo_restart, trace_artifact
 from compiled_fsdp.compat.graphs import min_cut_partition
+from compiled_fsdp.compat.region_calls import EqualLayers, traced_once
 from compiled_fsdp.compiler.cached_code import BUILD, CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
+from compiled_fsdp.compiler.equal_layers import call_equal_layers
 from compiled_fsdp.compiler.following import PlanFinder, agreed_plan, check_can_be_followed
 from compiled_fsdp.compiler.hardware import (
     groups_of,
@@ -130,6 +132,7 @@ class Compilation:
         self._agreement = None if self._group is None else agreement_of(self._group)
         self._buckets: dict[str, tuple[AgreedBucket, ...]] = {}
         self._for_backward: ForBackward | None = None
+        self._layers = EqualLayers()
         self._has_waited = False  # for another rank of this machine that compiles
         self._generating = Stage("")
         self._finder = PlanFinder(region, self._agreement, self.signature, self._model)
@@ -154,6 +157,8 @@ class Compilation:
     def compile(self) -> Callable[..., Any]:
         """Return code once all ranks have code, because a rank that failed would leave the others in a collective."""
         _trace("compiled_fsdp_dynamo_graph", self.gm)
+        if self.options.trace_equal_layers_once and self.region.kind != "backward":
+            self._layers = call_equal_layers(self.gm)
         try:
             follows, code = self._plan_to_follow(), None
             if follows is None:
@@ -185,12 +190,13 @@ class Compilation:
         code = with_parameters(code, self.region, self.reports, self.options, self.bound, self.gradients)
         # Compiled code keeps this object, which must not keep the first batch, its autograd graph or process groups.
         del self.gm, self.inputs, self.region, self._agreement, self._group, self.decisions, self._finder
+        del self._layers
         return code
 
     def _generate(
         self, gm: GraphModule, partition: Callable[..., Any], rewrite: Callable[..., GraphModule]
     ) -> Callable[..., Any]:
-        with stage("tracing forward and backward") as self._generating:
+        with stage("tracing forward and backward") as self._generating, traced_once(gm, self._layers):
             if self.options.codegen == "aot_eager":
                 return aot_compile(gm, self.inputs, partition=partition, rewrite=rewrite, compiled=self.compiled)
             return inductor_compile(

@@ -77,6 +77,8 @@ class Options:
         one_rank_compiles: whether one rank of each machine compiles, and its other ranks take the code from torch's
             cache on disk. Only where ranks run the same code and their caches are in one folder, and not with replicas
             (HSDP): otherwise each rank compiles. False: each rank always compiles.
+        trace_equal_layers_once: whether AOTAutograd traces equal layers of a model once. The graphs are the same as if
+            it traced each of them. False: it traces each of them.
     """
 
     bucket: Literal["auto", "module", "parameter"] | float | list[list[str]] = "auto"
@@ -96,6 +98,7 @@ class Options:
     kernels: Literal["auto"] | bool = "auto"
     transport: Literal["backend", "symm_mem"] = "backend"
     one_rank_compiles: bool = True
+    trace_equal_layers_once: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bucket", _checked_bucket(self.bucket))
@@ -113,7 +116,13 @@ class Options:
         object.__setattr__(self, "hardware", _checked_hardware(self.hardware))
         object.__setattr__(self, "memory_budget", _checked_budget(self.memory_budget))
         object.__setattr__(self, "offload_activations", _checked_offload(self.offload_activations))
-        for name in ("overlap", "collectives_at_world_size_1", "recheck_prefetched", "one_rank_compiles"):
+        for name in (
+            "overlap",
+            "collectives_at_world_size_1",
+            "recheck_prefetched",
+            "one_rank_compiles",
+            "trace_equal_layers_once",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"compiled_fsdp: option {name!r} must be True or False, but got {getattr(self, name)!r}."

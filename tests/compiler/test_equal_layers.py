@@ -1,0 +1,437 @@
+"""Equal layers are traced once: graphs, plans and gradients are those of layers that are traced one by one."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx import GraphModule, Node
+
+from compiled_fsdp import fully_shard
+from compiled_fsdp.compat import region_calls
+from compiled_fsdp.compiler.compilation import Compilation
+from compiled_fsdp.passes.graph import calls
+from tests.harness import compiled, variants
+from tests.harness.fake import one_rank
+
+INVOKE = torch.ops.higher_order.invoke_subgraph
+
+
+class Layer(nn.Module):
+    """More calls than the least number that is traced once."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(x))
+        a, b = y.chunk(2, dim=-1)
+        y = torch.cat((a * b.sigmoid(), F.silu(b) - a.tanh()), dim=-1)
+        return self.down(F.gelu(y)) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Model(nn.Module):
+    layer: type[nn.Module] = Layer
+    has_units = True
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(self.layer() for _ in range(layers))
+        self.norm = nn.RMSNorm(8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Dropout(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.inner(x), 0.5)
+
+
+class DropoutModel(Model):
+    layer = Dropout
+
+
+class Tied(Model):
+    """All layers have one weight; its gradients are added in the order of the layers, last first."""
+
+    has_units = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.up.weight = self.layers[0].up.weight
+        self.head.weight = self.embedding.weight
+
+
+class Other(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.inner(x)
+
+
+class OtherInTheMiddle(Model):
+    def __init__(self) -> None:
+        super().__init__(layers=7)
+        self.layers[3].__class__ = Other
+
+
+class SkipInTheMiddle(Model):
+    """One layer has the same input as the first one, so that the embedding's gradients are added up in its order."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embedding(tokens)
+        for i, layer in enumerate(self.layers):
+            x = layer(first if i == 2 else x)
+        return self.head(self.norm(x))
+
+
+class Residual(Layer):
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        return x + self.inner(x * first) + first * first
+
+
+class ResidualUsedThreeTimes(Model):
+    """Each layer takes the embedding three times, so that a body would add up its gradients in another order."""
+
+    layer = Residual
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, first)
+        return self.head(self.norm(x))
+
+
+class Once(Layer):
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        return x + self.inner(x) + first.tanh()
+
+
+class ResidualUsedOnce(ResidualUsedThreeTimes):
+    """Each layer takes the embedding once."""
+
+    layer = Once
+
+
+class Two(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x)
+        return x + y, (y * y).mean()
+
+
+class Detached(Model):
+    """A result of each layer is used, but not differentiated."""
+
+    layer = Two
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x, losses = self.embedding(tokens), 0.0
+        for layer in self.layers:
+            x, loss = layer(x)
+            losses = losses + loss.detach()
+        return self.head(self.norm(x)), losses
+
+
+class Losses(Model):
+    """Each layer has two results, of which one goes to the end."""
+
+    layer = Two
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, losses = self.embedding(tokens), 0.0
+        for layer in self.layers:
+            x, loss = layer(x)
+            losses = losses + loss
+        return self.head(self.norm(x)) + losses
+
+
+class Buffered(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.rand(8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x + self.inner(x * self.table) * self.calls
+
+
+class Buffers(Model):
+    layer = Buffered
+
+
+class Normed(Layer):
+    """A function that writes to what it is given, without a name that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.batch_norm(x.flatten(0, 1)).view_as(x))
+
+
+class BatchNorm(Model):
+    layer = Normed
+
+
+class Frozen(Model):
+    def __init__(self) -> None:
+        super().__init__(layers=5)
+        self.layers[1].up.weight.requires_grad_(False)
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    cls.__name__: cls
+    for cls in (
+        Model, DropoutModel, Tied, OtherInTheMiddle, SkipInTheMiddle, ResidualUsedThreeTimes, ResidualUsedOnce,
+        Detached, Losses, Buffers, BatchNorm, Frozen,
+    )
+}  # fmt: skip
+"""Models, each with a reason why its graph might be another one if its layers are traced once."""
+LEFT = {"ResidualUsedThreeTimes", "BatchNorm"}
+"""Those whose layers are traced one by one."""
+
+
+def text(gm: GraphModule) -> str:
+    """A graph with numbers for its nodes; with sizes, modules and tags."""
+    number: dict[Node, str] = {}
+    lines = []
+    for node in gm.graph.nodes:
+        number[node] = f"%{len(number)}"
+        value = node.meta.get("val")
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        facts = (
+            None if node.op == "placeholder" else node.target,
+            torch.fx.map_arg((node.args, node.kwargs), number.__getitem__),
+            (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else None,
+            [name for name, _ in stack.values()],
+            node.meta.get("partitioner_tag"),
+        )
+        lines.append(f"{number[node]} " + " ".join(map(str, facts)))
+    return "\n".join(lines)
+
+
+@dataclasses.dataclass
+class Seen:
+    """The Dynamo graphs' calls of bodies; the texts of the graphs that passes saw or made, each with its name; and
+    the reasons why layers were traced one by one after all."""
+
+    called: list[str] = dataclasses.field(default_factory=list)
+    graphs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    given_up: list[str] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Seen]:
+    seen = Seen()
+    inline = region_calls._inline
+    generate, partition, rewrite = Compilation._generate, Compilation.partition, Compilation.rewrite
+
+    def own_generate(self: Any, gm: GraphModule, *args: Any) -> Any:
+        seen.called += [str(call.args[1]) for call in calls(gm, INVOKE)]
+        return generate(self, gm, *args)
+
+    def own_partition(self: Any, joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        seen.graphs.append(("joint", text(joint)))
+        halves = partition(self, joint, *args, **kwargs)
+        seen.graphs += [(name, text(half)) for name, half in zip(("first half", "second half"), halves, strict=True)]
+        return halves
+
+    def own_rewrite(self: Any, gm: GraphModule, phase: str) -> GraphModule:
+        seen.graphs.append((f"{phase} before", text(gm)))
+        gm = rewrite(self, gm, phase)
+        seen.graphs.append((phase, text(gm)))
+        return gm
+
+    def own_inline(*args: Any) -> None:
+        try:
+            inline(*args)
+        except Exception as reason:
+            seen.given_up.append(str(reason))
+            raise
+
+    with (
+        mock.patch.object(region_calls, "_inline", own_inline),
+        mock.patch.object(Compilation, "_generate", own_generate),
+        mock.patch.object(Compilation, "partition", own_partition),
+        mock.patch.object(Compilation, "rewrite", own_rewrite),
+    ):
+        yield seen
+
+
+def step(build: Callable[[], Model], grad: bool = True, mp_policy: Any = None, **options: Any) -> tuple[Seen, list]:
+    """Compile a model and run a step. Return what was seen, and outputs, gradients and buffers."""
+    torch.compiler.reset()
+    model, tokens = build(), torch.arange(6).view(2, 3) % 5
+    policy = {} if mp_policy is None else {"mp_policy": mp_policy}
+    for unit in (*model.layers, model) if model.has_units else (model,):
+        fully_shard(unit, **policy)
+    run = compiled(model, fullgraph=True, collectives_at_world_size_1=True, **options)
+    torch.manual_seed(1)
+    with watched() as seen, torch.set_grad_enabled(grad):
+        out = run(tokens)
+        outputs = [out] if isinstance(out, Tensor) else list(out)
+        if grad:
+            outputs[0].float().square().sum().backward()
+    found = [each.detach() for each in outputs]
+    found += [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+    return seen, found + list(model.buffers())
+
+
+def assert_same(build: Callable[[], Model], gives_up: bool = False, **kwargs: Any) -> Seen:
+    """Compare a step with one whose layers are traced one by one."""
+    (plain, expected), (seen, actual) = (step(build, trace_equal_layers_once=once, **kwargs) for once in (False, True))
+    assert not plain.called
+    for (name, before), (_, after) in zip(plain.graphs, seen.graphs, strict=True):
+        assert before == after, name
+    assert len(expected) == len(actual)
+    assert bool(seen.given_up) == gives_up
+    assert all(map(torch.equal, expected, actual))
+    return seen
+
+
+@pytest.mark.parametrize("name", variants(MODELS, "DropoutModel", "Tied", "OtherInTheMiddle"))
+def test_graphs_and_gradients_are_the_same(name):
+    with one_rank("cpu"):
+        seen = assert_same(MODELS[name])
+    assert bool(seen.called) == (name not in LEFT)
+
+
+@pytest.mark.more
+def test_mixed_precision():
+    with one_rank("cpu"):
+        assert assert_same(Model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)).called
+
+
+def test_without_gradients():
+    with one_rank("cpu"):
+        seen = assert_same(Model, grad=False)
+    assert len(seen.called) == 4
+    assert [name for name, _ in seen.graphs] == ["inference before", "inference"]
+
+
+def test_inductor():
+    """Torch's own passes run on the joint graph before compiled_fsdp's passes see it."""
+    with one_rank("cpu"):
+        assert len(assert_same(Model, codegen="inductor").called) == 4
+
+
+@pytest.mark.parametrize("model", variants([Model, DropoutModel, OtherInTheMiddle, Losses], Losses))
+def test_numbers_of_calls(model):
+    """Each layer is a call: the border between two layers is where the fewest tensors pass."""
+    with one_rank("cpu"):
+        seen, _ = step(model)
+    assert seen.called == ["equal_layer_0"] * sum(type(layer) is model.layer for layer in model().layers)
+
+
+@torch.library.custom_op("test_equal_layers::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+BACKWARDS: list[str] = []
+
+
+def _twice_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    BACKWARDS.append("traced")
+    return gradient * 2
+
+
+twice.register_autograd(_twice_backward)
+
+
+class Counted(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + twice(self.inner(x))
+
+
+class CountedModel(Model):
+    layer = Counted
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_backward_is_traced_once(once):
+    BACKWARDS.clear()
+    with one_rank("cpu"):
+        step(CountedModel, trace_equal_layers_once=once)
+    assert len(BACKWARDS) == (1 if once else 4)
+
+
+class Unused(Model):
+    """A result of each layer requires a gradient, but gets none: it is used by an op without a derivative."""
+
+    layer = Two
+
+    def __init__(self) -> None:
+        super().__init__(layers=8)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x, losses = self.embedding(tokens), []
+        for layer in self.layers:
+            x, loss = layer(x)
+            losses.append(loss)
+        return self.head(self.norm(x)), torch.stack([loss > 0 for loss in losses])
+
+
+def test_layers_that_cannot_be_put_back(caplog):
+    """Torch would give a gradient of zeros to a result that gets none, so each layer is traced by itself."""
+    with one_rank("cpu"), caplog.at_level(logging.DEBUG, "compiled_fsdp.compat.region_calls"):
+        seen = assert_same(Unused, gives_up=True)
+    assert seen.called
+    assert "equal layers are traced one by one, because a layer has a result whose gradient nothing" in caplog.text
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("context", [lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad])
+def test_modes_inside_of_a_model(context):
+    class Switched(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            with context():
+                x = super().forward(tokens)
+            return self.head(x[..., :8].float())
+
+    with one_rank("cpu"):
+        assert not assert_same(Switched).called
+
+
+@pytest.mark.more
+def test_symbolic_sizes():
+    with one_rank("cpu"):
+        model = Model()
+        for unit in (*model.layers, model):
+            fully_shard(unit)
+        with watched() as seen:
+            torch.compile(model, backend="compiled_fsdp", dynamic=True, options={"codegen": "aot_eager"})(
+                torch.arange(6).view(2, 3)
+            )
+    assert seen.graphs
+    assert not seen.called
