@@ -123,7 +123,7 @@ def _edges(roots: Sequence[Any]) -> Counter[Any]:
 def traced_once(gm: GraphModule, layers: EqualLayers) -> Iterator[None]:
     """Replace the calls of equal layers as soon as AOTAutograd has traced them.
 
-    If AOTAutograd's graph is not as expected, the Dynamo graph is replaced by the graph without calls, and traced again.
+    If AOTAutograd's graph is not as expected, the graph without calls replaces the Dynamo graph, and is traced again.
 
     Args:
         gm: the Dynamo graph.
