@@ -78,7 +78,8 @@ class Options:
             cache on disk. Only where ranks run the same code and their caches are in one folder, and not with replicas
             (HSDP): otherwise each rank compiles. False: each rank always compiles.
         trace_equal_layers_once: whether AOTAutograd traces equal layers of a model once. The graphs are the same as if
-            it traced each of them. False: it traces each of them.
+            it traced each of them, and large models compile faster. False: it traces each of them. The default is False
+            because the option is new.
     """
 
     bucket: Literal["auto", "module", "parameter"] | float | list[list[str]] = "auto"
@@ -98,7 +99,7 @@ class Options:
     kernels: Literal["auto"] | bool = "auto"
     transport: Literal["backend", "symm_mem"] = "backend"
     one_rank_compiles: bool = True
-    trace_equal_layers_once: bool = True
+    trace_equal_layers_once: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bucket", _checked_bucket(self.bucket))
