@@ -191,10 +191,14 @@ def reorder(graph: torch.fx.Graph, order: list[torch.fx.Node]) -> None:
 
 
 def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Return a graph module with a graph of its own; the nodes' meta values are shared."""
+    """Return a graph module with a graph of its own; the nodes' meta values and Dynamo's sources are shared."""
     graph = torch.fx.Graph()
-    output: Any = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    output: Any = graph.graph_copy(gm.graph, copies, return_output_node=True)
     value, node = output
+    for original, copy in copies.items():
+        if hasattr(original, "_dynamo_source"):  # AOTAutograd asks for it
+            copy._dynamo_source = original._dynamo_source  # type: ignore[attr-defined]
     copied = graph.output(value)
     copied.meta = dict(node.meta)
     out = torch.fx.GraphModule(gm, graph)
