@@ -13,7 +13,6 @@ that of the second one: as if AOTAutograd had traced each layer by itself.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import operator
 from collections import Counter
@@ -59,10 +58,41 @@ class EqualLayer:
 
 @dataclass
 class EqualLayers:
-    """The calls of bodies in a Dynamo graph, in order, and the graph as it was without them."""
+    """The calls of bodies in a Dynamo graph.
+
+    Attributes:
+        calls: in the order of the graph.
+        names: of the bodies, which are attributes of the Dynamo graph.
+        plain: the graph as it was without calls.
+        are_inlined: whether AOTAutograd has traced the graph, and the traced bodies have replaced all calls.
+    """
 
     calls: list[EqualLayer] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     plain: torch.fx.Graph | None = None
+    are_inlined: bool = False
+
+    def take_back(self, gm: GraphModule, reason: Exception) -> None:
+        """Put the graph without calls back into the Dynamo graph, because ``reason`` was raised with calls."""
+        text = str(reason) if isinstance(reason, _Unexpected) else f"{type(reason).__name__} was raised: {reason}"
+        log.debug("equal layers are traced one by one, because %s", text)
+        if self.plain is not None:
+            gm.graph = self.plain
+        for name in self.names:  # not all unused submodules: torch would also delete graphs inside of other graphs
+            delattr(gm, name)
+        self.calls, self.names, self.plain = [], [], None
+
+
+def bodies_fit() -> bool:
+    """Whether torch traces a body as it would trace the same calls in the whole graph.
+
+    For example, it does not if ``functionalize_rng_ops`` is set, because equal layers would draw equal numbers.
+    """
+    from torch._functorch import config
+
+    if config.functionalize_rng_ops or torch._C._is_any_autocast_enabled():
+        return False
+    return patches.fits(patches.CAPTURE) and patches.fits(patches.BODY_SCHEMA)
 
 
 def stacks_by_first(first: Sequence[Node], calls: Sequence[Node]) -> dict[Any, Any]:
@@ -120,37 +150,22 @@ def _edges(roots: Sequence[Any]) -> Counter[Any]:
 
 
 @contextlib.contextmanager
-def traced_once(gm: GraphModule, layers: EqualLayers) -> Iterator[None]:
+def traced_once(layers: EqualLayers) -> Iterator[None]:
     """Replace the calls of equal layers as soon as AOTAutograd has traced them.
 
-    If AOTAutograd's graph is not as expected, the graph without calls replaces the Dynamo graph, and is traced again.
-
-    Args:
-        gm: the Dynamo graph.
-        layers: its calls; they are removed if the Dynamo graph is replaced.
+    If an error is raised before ``layers.are_inlined``, the caller can take the calls back and compile again.
     """
 
     def capturing(capture: Callable[..., Any]) -> Callable[..., Any]:
         def captured(aot_state: Any, orig_flat_fn: Any) -> Any:
-            state = copy.copy(vars(aot_state))
-            state["fw_metadata"] = copy.copy(aot_state.fw_metadata)
             result = capture(aot_state, orig_flat_fn)
-            try:
-                _inline(result.graph_module, layers.calls)
-            except _Unexpected as reason:
-                log.debug("equal layers are traced one by one, because %s", reason)
-                assert layers.plain is not None
-                gm.graph, layers.calls = layers.plain, []
-                gm.delete_all_unused_submodules()
-                vars(aot_state).update(state)
-                result = capture(aot_state, orig_flat_fn)
+            _inline(result.graph_module, layers.calls)
+            layers.are_inlined = True
             return result
 
         return captured
 
-    if not layers.calls:
-        yield
-        return
+    layers.are_inlined = False
     with patches.installed(patches.CAPTURE, capturing), patches.installed(patches.BODY_SCHEMA, _with_kept_schemas):
         yield
 
@@ -177,10 +192,12 @@ def _inline(gm: GraphModule, layers: Sequence[EqualLayer]) -> None:
     if names != [layer.name for layer in layers]:
         raise _Unexpected(f"of {len(layers)} calls, AOTAutograd's graph has {len(names)}")
     partner = _pairs(forwards, backwards)
+    bodies = {_attribute(call) for call in (*(call for call, _ in forwards), *backwards)}
     for (call, _), layer in zip(forwards, layers, strict=True):
         _Inlining(gm, call, partner.get(call), layer).run()
     gm.graph.eliminate_dead_code()
-    gm.delete_all_unused_submodules()
+    for name in bodies.difference(node.target for node in gm.graph.find_nodes(op="get_attr")):
+        delattr(gm, name)
     gm.graph.lint()
     gm.recompile()
 
@@ -217,9 +234,13 @@ def _pairs(forwards: Sequence[tuple[Node, str]], backwards: Sequence[Node]) -> d
     return found
 
 
+def _attribute(call: Node) -> str:
+    body: Any = call.args[0]
+    return str(body.target)
+
+
 def _body_of(gm: GraphModule, call: Node) -> GraphModule:
-    attribute: Any = call.args[0]
-    body = getattr(gm, attribute.target)
+    body = getattr(gm, _attribute(call))
     assert isinstance(body, GraphModule)
     return body
 
@@ -357,9 +378,17 @@ def _clones_of_inputs(body: GraphModule) -> dict[Node, Node]:
     Torch adds them for gradients that share memory with an input, because a body must not return such a tensor.
     """
     output = body.graph.output_node()
+    memory = {_memory(node) for node in body.graph.find_nodes(op="placeholder")} - {0}
     found: dict[Node, Node] = {}
     node = output.prev
     while node.target is torch.ops.aten.clone.default and set(node.users) == {output} and not node.kwargs:
-        found[node] = node.all_input_nodes[0]
+        source = node.all_input_nodes[0]
+        if _memory(source) in memory:
+            found[node] = source
         node = node.prev
     return found
+
+
+def _memory(node: Node) -> int:
+    value = node.meta.get("val")
+    return storage_id(value) if isinstance(value, torch.Tensor) else 0

@@ -133,6 +133,8 @@ class Compilation:
         self._buckets: dict[str, tuple[AgreedBucket, ...]] = {}
         self._for_backward: ForBackward | None = None
         self._layers = EqualLayers()
+        # Whether the ranks have decided to compile; whether this rank may do so twice without the others' knowledge.
+        self._compiles_anyway, self._may_begin_again = False, True
         self._has_waited = False  # for another rank of this machine that compiles
         self._generating = Stage("")
         self._finder = PlanFinder(region, self._agreement, self.signature, self._model)
@@ -196,27 +198,55 @@ class Compilation:
     def _generate(
         self, gm: GraphModule, partition: Callable[..., Any], rewrite: Callable[..., GraphModule]
     ) -> Callable[..., Any]:
-        with stage("tracing forward and backward") as self._generating, traced_once(gm, self._layers):
-            if self.options.codegen == "aot_eager":
-                return aot_compile(gm, self.inputs, partition=partition, rewrite=rewrite, compiled=self.compiled)
-            return inductor_compile(
-                gm,
-                self.inputs,
-                partition=partition,
-                rewrite=rewrite,
-                finish=self.for_inductor,
-                compiled=self.compiled,
-                may_be_captured=lambda gm: may_be_captured(gm, self.region),
-                keeps_order=keeps_order,
-                trusts=lambda op: is_ours(op) and self.options.verify != "full",
-                take_cached=self._take_cached if self._may_be_cached else None,
-                key=cache_key(self.options, self.region, self._context("joint"), self.inputs),
-                reuse_buffers=not self.region.on_cpu,
-                user_options=self.options.inductor,
-                mode=self.mode,
-            )
+        with stage("tracing forward and backward") as self._generating:
+            if self._layers.calls:
+                self._may_begin_again = True
+                try:
+                    with traced_once(self._layers):
+                        return self._generate_code(gm, partition, rewrite)
+                except Exception as error:
+                    # Not if the error came from a decision of all ranks, or from the passes, which agree with them.
+                    if self._layers.are_inlined or not self._may_begin_again or is_dynamo_restart(error):
+                        raise
+                    self._layers.take_back(gm, error)
+            return self._generate_code(gm, partition, rewrite)
+
+    def _generate_code(
+        self, gm: GraphModule, partition: Callable[..., Any], rewrite: Callable[..., GraphModule]
+    ) -> Callable[..., Any]:
+        if self.options.codegen == "aot_eager":
+            return aot_compile(gm, self.inputs, partition=partition, rewrite=rewrite, compiled=self.compiled)
+        return inductor_compile(
+            gm,
+            self.inputs,
+            partition=partition,
+            rewrite=rewrite,
+            finish=self.for_inductor,
+            compiled=self.compiled,
+            may_be_captured=lambda gm: may_be_captured(gm, self.region),
+            keeps_order=keeps_order,
+            trusts=lambda op: is_ours(op) and self.options.verify != "full",
+            take_cached=self._take_cached_once if self._may_be_cached else None,
+            key=cache_key(self.options, self.region, self._context("joint"), self.inputs),
+            reuse_buffers=not self.region.on_cpu,
+            user_options=self.options.inductor,
+            mode=self.mode,
+        )
 
     # ---- code from the cache -----------------------------------------------------------------------------------------
+    def _take_cached_once(self, found: Sequence[LoadedCode], key: str | None) -> Sequence[OnRun] | Again | None:
+        """Decide as ``_take_cached``, but only once, because the other ranks decide once.
+
+        If this graph is compiled a second time, because its equal layers are traced one by one after all, the first
+        decision was to compile.
+        """
+        if self._compiles_anyway:
+            return None
+        self._may_begin_again = False
+        taken = self._take_cached(found, key)
+        self._may_begin_again = self._compiles_anyway = taken is None
+        return taken
+
     def _take_cached(self, found: Sequence[LoadedCode], key: str | None) -> Sequence[OnRun] | Again | None:
         """Decide on the code that the cache has.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,10 +22,16 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from compiled_fsdp.compat import patches
 from compiled_fsdp.compat.autograd import storage_id
-from compiled_fsdp.compat.graphs import copy_of, is_higher_order, is_static_fake
-from compiled_fsdp.compat.region_calls import PLACE, EqualLayer, EqualLayers, gradient_counts, stacks_by_first
+from compiled_fsdp.compat.graphs import copy_of, is_higher_order, is_static_fake, tensors_in
+from compiled_fsdp.compat.region_calls import (
+    PLACE,
+    EqualLayer,
+    EqualLayers,
+    bodies_fit,
+    gradient_counts,
+    stacks_by_first,
+)
 from compiled_fsdp.passes.forms import form_of_arguments, form_of_value
 from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.repeats import repeats
@@ -37,6 +43,7 @@ LEAST_LAYERS = 3
 _FAR = 64  # calls from a tensor to its last use, about a layer
 _NAME = "equal_layer_{}"
 _WRITES = (operator.setitem, operator.delitem)
+_STATISTICS = ("batch_norm", "instance_norm")  # they write to the running mean, but their names do not say so
 
 
 def call_equal_layers(gm: GraphModule) -> EqualLayers:
@@ -46,29 +53,36 @@ def call_equal_layers(gm: GraphModule) -> EqualLayers:
         The calls, in the order of the graph. There are none in a graph that has symbolic sizes or switches modes
         (``torch.no_grad()``, autocast), because a body might be traced in another way than the whole graph.
     """
-    groups = list(_equal_runs(gm.graph)) if _fits() and _is_plain(gm.graph) else []  # all before any run is replaced
+    layers = EqualLayers()
+    try:
+        if bodies_fit() and _is_plain(gm.graph):
+            _replace_equal_runs(gm, layers)
+    except Exception as reason:
+        layers.take_back(gm, reason)
+    return layers
+
+
+def _replace_equal_runs(gm: GraphModule, layers: EqualLayers) -> None:
+    groups = list(_equal_runs(gm.graph))  # all before any run is replaced
     if not groups:
-        return EqualLayers()
-    plain = copy_of(gm).graph
-    layers: dict[Node, EqualLayer] = {}
+        return
+    layers.plain = copy_of(gm).graph
+    layer_of: dict[Node, EqualLayer] = {}
     replaced: dict[Node, Node] = {}
     for number, (body, runs) in enumerate(groups):
         name = _NAME.format(number)
         setattr(gm, name, body)
+        layers.names.append(name)
         for run in runs:
             reads = _move_reads(run)
             read_at = {i: reads[source] for i, source in enumerate(run.given) if source in reads}
             call = _call(gm.graph, name, run, replaced)
-            layers[call] = EqualLayer(name, stacks_by_first(runs[0].calls, run.calls), read_at)
+            layer_of[call] = EqualLayer(name, stacks_by_first(runs[0].calls, run.calls), read_at)
             for each in reversed(run.calls):
                 gm.graph.erase_node(each)
     gm.graph.lint()
     gm.recompile()
-    return EqualLayers([layers[node] for node in gm.graph.nodes if node in layers], plain)
-
-
-def _fits() -> bool:
-    return patches.fits(patches.CAPTURE) and patches.fits(patches.BODY_SCHEMA)
+    layers.calls = [layer_of[node] for node in gm.graph.nodes if node in layer_of]
 
 
 @dataclass(frozen=True)
@@ -90,8 +104,6 @@ class _Run:
 
 def _is_plain(graph: Graph) -> bool:
     """Whether all calls give tensors of known sizes, so that none of them switches a mode."""
-    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-        return False
     return all(node.op in ("output", "get_attr") or _is_known(_value(node)) for node in graph.nodes)
 
 
@@ -110,7 +122,7 @@ def _equal_runs(graph: Graph) -> Iterator[tuple[GraphModule, list[_Run]]]:
     """Yield bodies, each with the equal runs that it is the body of. No two runs have a call in common."""
     ahead = _reads(graph)
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr") and node not in ahead]
-    place = {node: i for i, node in enumerate(graph.nodes)}
+    uses = _Uses(graph)
     blocks = _blocks(calls)
     known: dict[Any, int] = {}
     numbers = [known.setdefault(tuple(map(_key, block)), len(known)) for block in blocks]
@@ -118,14 +130,14 @@ def _equal_runs(graph: Graph) -> Iterator[tuple[GraphModule, list[_Run]]]:
         by_form: dict[Any, list[_Run]] = {}
         for start in repeat.starts:
             run = _run([call for block in blocks[start : start + repeat.length] for call in block])
-            if run is not None:
+            if run is not None and not uses.refuse(run):
                 by_form.setdefault(run.form, []).append(run)
         for runs in by_form.values():
             if len(runs) < LEAST_LAYERS:
                 continue
             body = _body(runs[0])
             counts = gradient_counts(body, [_value(source) for source in runs[0].given])
-            runs = [run for run in runs if counts is not None and not _sums_gradients_early(run, counts, place)]
+            runs = [run for run in runs if counts is not None and not uses.sum_gradients_otherwise(run, counts)]
             if len(runs) >= LEAST_LAYERS:
                 yield body, runs
 
@@ -200,7 +212,11 @@ def _may_be_inside(node: Node) -> bool:
 
 
 def _run(calls: Sequence[Node]) -> _Run | None:
-    """Describe a run of calls; None if its results share memory, or not all of them are tensors."""
+    """Describe a run of calls; None if a body with these results would be another one for torch.
+
+    That is so if results share memory, if not all of them are tensors, or if a result of real numbers is detached:
+    torch 2.11 would let it require a gradient.
+    """
     number = {node: i for i, node in enumerate(calls)}
     given: dict[Node, int] = {}
 
@@ -210,6 +226,8 @@ def _run(calls: Sequence[Node]) -> _Run | None:
     forms = tuple((form_of_arguments(node, of_node), _form_of(_value(node))) for node in calls)
     results = [node for node in calls if any(user not in number for user in node.users)]
     if not given or not results or not all(isinstance(_value(node), Tensor) for node in (*given, *results)):
+        return None
+    if torch.is_grad_enabled() and any(map(_needs_gradient, given)) and any(map(_is_detached, results)):
         return None
     memory = [storage_id(_value(node)) for node in results]
     if (
@@ -222,18 +240,73 @@ def _run(calls: Sequence[Node]) -> _Run | None:
     return _Run(tuple(calls), tuple(given), tuple(results), form)
 
 
-def _sums_gradients_early(run: _Run, counts: Sequence[int], place: Mapping[Node, int]) -> bool:
-    """Whether a body would change the order in which the gradients of a given tensor are added up.
+def _needs_gradient(node: Node) -> bool:
+    return bool(_value(node).requires_grad)
 
-    Autograd adds the gradient of the last use first. A body adds its own gradients before any other one is added. So a
-    tensor with two gradients in the body, and one behind it, would get the sum ``c + (b + a)`` instead of
-    ``(c + b) + a``.
-    """
-    end = place[run.calls[-1]]
-    return any(
-        count > 1 and any(place[user] > end for user in given.users)
-        for given, count in zip(run.given, counts, strict=True)
-    )
+
+def _is_detached(node: Node) -> bool:
+    value = _value(node)
+    return not value.requires_grad and (value.is_floating_point() or value.is_complex())
+
+
+class _Uses:
+    """Facts about all calls of a graph that decide whether a run of them may become a body."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._place = {node: i for i, node in enumerate(graph.nodes)}
+        self._written: set[int] = set()  # the memory that calls may write to
+        # The nodes whose values may be one tensor. For example, ``x.float()`` returns ``x`` if that has float32.
+        self._same: dict[Any, list[Node]] = {}
+        for node in graph.nodes:
+            values = [each for source in _written_by(node) for each in tensors_in(_value(source))]
+            # Dynamo has run the calls with fake tensors, so functions with ``inplace=True`` have changed the version.
+            values += [each for each in tensors_in(_value(node)) if each._version > 0]
+            self._written |= {*map(storage_id, values)}
+            if isinstance(_value(node), Tensor):
+                self._same.setdefault(_identity(node), []).append(node)
+
+    def refuse(self, run: _Run) -> bool:
+        """Whether a given tensor is written to anywhere, or two given tensors may be one.
+
+        Autograd saves a body's given tensors, and raises an error if one was written to since.
+        """
+        memory = {storage_id(_value(given)) for given in run.given}
+        return not memory.isdisjoint(self._written) or len({*map(_identity, run.given)}) < len(run.given)
+
+    def sum_gradients_otherwise(self, run: _Run, counts: Sequence[int]) -> bool:
+        """Whether the gradients of a given tensor would be other ones, or added up in another order.
+
+        A tensor without a gradient, for example a parameter that is only used detached, would get one of zeros.
+
+        Autograd adds the gradient of the last use first. A body adds its own gradients before any other one is added.
+        So a tensor with two gradients in the body, and one behind it, would get the sum ``c + (b + a)`` instead of
+        ``(c + b) + a``.
+        """
+        end = self._place[run.calls[-1]]
+        for given, count in zip(run.given, counts, strict=True):
+            if count == 0 and _needs_gradient(given):
+                return True
+            users = [user for node in self._same[_identity(given)] for user in node.users]
+            if count > 1 and any(self._place[user] > end for user in users):
+                return True
+        return False
+
+
+def _identity(node: Node) -> Any:
+    value = _value(node)
+    return storage_id(value), value.storage_offset(), tuple(value.shape), value.stride()
+
+
+def _written_by(node: Node) -> Sequence[Node]:
+    """Return the nodes whose tensors a call may write to."""
+    if node.op in ("placeholder", "output", "get_attr"):
+        return ()
+    if getattr(node.target, "_schema", None) is not None:
+        written = schema_of(node.target).written
+        given = [node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in written]
+        return [source for source in node.all_input_nodes if source in given]
+    is_known = _may_be_inside(node) and getattr(node.target, "__name__", "") not in _STATISTICS
+    return () if is_known else node.all_input_nodes
 
 
 # ---- bodies and calls ------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Equal layers are traced once: graphs, plans and gradients are those of layers that are traced one by one."""
+"""Equal layers are traced once: graphs, plans and gradients are those of layers that are traced one by one.
+
+More than 400 lines: each model is a reason why a body may not be traced as the whole graph.
+"""
 
 import contextlib
 import dataclasses
@@ -198,6 +201,109 @@ class BatchNorm(Model):
     layer = Normed
 
 
+class Biased(Layer):
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + self.inner(x + bias)
+
+
+class WrittenLater(Model):
+    """Autograd would save the buffer for the backward of each body, but the buffer is written to before it."""
+
+    layer = Biased
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.rand(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self.bias)
+        self.write()
+        return self.head(self.norm(x))
+
+    def write(self) -> None:
+        self.bias.add_(1)
+
+
+class WrittenByRelu(WrittenLater):
+    """The name of the function does not say that it writes."""
+
+    def write(self) -> None:
+        F.relu(self.bias[2:], inplace=True)
+
+
+class WrittenByNorm(WrittenLater):
+    def write(self) -> None:
+        F.batch_norm(torch.ones(2, 8), self.bias, torch.ones(8), training=True)
+
+
+class Code(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x * self.code.detach())
+
+
+class DetachedParameter(Model):
+    """The parameter has no gradient; a body would give it one of zeros."""
+
+    layer = Code
+
+
+class DetachedInside(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x)
+        return x + y, (y * y).mean().detach()
+
+
+class DetachedResult(Model):
+    """With torch 2.11 the detached result of a body would require a gradient."""
+
+    layer = DetachedInside
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x, losses = self.embedding(tokens), []
+        for layer in self.layers:
+            x, loss = layer(x)
+            losses.append(loss)
+        return self.head(self.norm(x)), torch.stack(losses)
+
+
+class TwoNames(Layer):
+    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return x + self.inner(x * a) + b.tanh()
+
+
+class SameTensor(Model):
+    """``float()`` returns its input, so each layer uses one tensor twice, under two names."""
+
+    layer = TwoNames
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = self.embedding(tokens)
+        x = first.cos()
+        for layer in self.layers:
+            x = layer(x, first.float(), first)
+        return self.head(self.norm(x))
+
+
+class Branches(Model):
+    """A branch has a branch."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        def inside(x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 1, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        return self.head(torch.cond(x.sum() > -1e9, inside, lambda x: x * 2, (x,)))
+
+
 class Frozen(Model):
     def __init__(self) -> None:
         super().__init__(layers=5)
@@ -208,11 +314,15 @@ MODELS: dict[str, Callable[[], Model]] = {
     cls.__name__: cls
     for cls in (
         Model, DropoutModel, Tied, OtherInTheMiddle, SkipInTheMiddle, ResidualUsedThreeTimes, ResidualUsedOnce,
-        Detached, Losses, Buffers, BatchNorm, Frozen,
+        Detached, Losses, Buffers, BatchNorm, Frozen, WrittenLater, WrittenByRelu, WrittenByNorm, DetachedParameter,
+        DetachedResult, SameTensor,
     )
 }  # fmt: skip
 """Models, each with a reason why its graph might be another one if its layers are traced once."""
-LEFT = {"ResidualUsedThreeTimes", "BatchNorm"}
+LEFT = {
+    "ResidualUsedThreeTimes", "Detached", "Buffers", "BatchNorm", "WrittenLater", "WrittenByRelu", "WrittenByNorm",
+    "DetachedParameter", "DetachedResult", "SameTensor",
+}  # fmt: skip
 """Those whose layers are traced one by one."""
 
 
@@ -290,6 +400,7 @@ def step(build: Callable[[], Model], grad: bool = True, mp_policy: Any = None, *
     policy = {} if mp_policy is None else {"mp_policy": mp_policy}
     for unit in (*model.layers, model) if model.has_units else (model,):
         fully_shard(unit, **policy)
+    options = {"trace_equal_layers_once": True} | options
     run = compiled(model, fullgraph=True, collectives_at_world_size_1=True, **options)
     torch.manual_seed(1)
     with watched() as seen, torch.set_grad_enabled(grad):
@@ -297,7 +408,7 @@ def step(build: Callable[[], Model], grad: bool = True, mp_policy: Any = None, *
         outputs = [out] if isinstance(out, Tensor) else list(out)
         if grad:
             outputs[0].float().square().sum().backward()
-    found = [each.detach() for each in outputs]
+    found = [each.detach() for each in outputs] + [torch.tensor([each.requires_grad for each in outputs])]
     found += [p.grad.to_local() for p in model.parameters() if p.grad is not None]
     return seen, found + list(model.buffers())
 
@@ -408,6 +519,114 @@ def test_layers_that_cannot_be_put_back(caplog):
         seen = assert_same(Unused, gives_up=True)
     assert seen.called
     assert "equal layers are traced one by one, because a layer has a result whose gradient nothing" in caplog.text
+
+
+@pytest.mark.parametrize("part", ["aot_dispatch_autograd_graph", "create_aot_state"])
+def test_errors_of_a_trace_with_calls(part, caplog):
+    """Everything begins again with the graph without calls, whatever torch raises."""
+    from torch._functorch import aot_autograd
+
+    places = vars(aot_autograd), aot_autograd.aot_stage1_graph_capture.__globals__
+    place = next(each for each in places if part in each)
+    of_torch, failed = place[part], []
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            failed.append(part)
+            raise KeyError("a call")
+        return of_torch(*args, **kwargs)
+
+    caplog.set_level(logging.DEBUG, "compiled_fsdp.compat.region_calls")
+    with one_rank("cpu"):
+        _, expected = step(Model, trace_equal_layers_once=False)
+        with mock.patch.dict(place, {part: fails_once}):
+            seen, actual = step(Model)
+    assert seen.called
+    assert failed
+    assert "equal layers are traced one by one, because KeyError was raised: 'a call'" in caplog.text
+    assert all(map(torch.equal, expected, actual))
+
+
+@pytest.mark.parametrize("codegen", ["aot_eager", "inductor"])
+def test_errors_while_bodies_are_put_back(codegen):
+    """The ranks decide on cached code once, although the graph is compiled twice."""
+    take_cached, decisions = Compilation._take_cached, []
+
+    def own_take_cached(*args: Any) -> Any:
+        decisions.append(args)
+        return take_cached(*args)
+
+    with (
+        one_rank("cpu"),
+        mock.patch.object(region_calls, "_pairs", side_effect=ValueError("zip")),
+        mock.patch.object(Compilation, "_take_cached", own_take_cached),
+    ):
+        assert assert_same(Model, gives_up=True, codegen=codegen).given_up == ["zip"]
+    assert len(decisions) == (2 if codegen == "inductor" else 0)  # one for each of two compiles
+
+
+def test_errors_of_a_decision_are_raised():
+    with (
+        one_rank("cpu"),
+        mock.patch.object(Compilation, "_take_cached", side_effect=ValueError("a rank")) as decide,
+        pytest.raises(Exception, match="a rank"),
+    ):
+        step(Model, codegen="inductor")
+    assert decide.call_count == 1
+
+
+def test_errors_while_layers_are_found(caplog):
+    caplog.set_level(logging.DEBUG, "compiled_fsdp.compat.region_calls")
+    with one_rank("cpu"), mock.patch("compiled_fsdp.compiler.equal_layers._move_reads", side_effect=KeyError("read")):
+        assert not assert_same(Model).called
+    assert "KeyError was raised: 'read'" in caplog.text
+
+
+def test_errors_of_passes_are_raised():
+    """The passes ask the other ranks, so they do not run again."""
+    runs = []
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        runs.append(args)
+        raise ValueError("a pass")
+
+    with (
+        one_rank("cpu"),
+        mock.patch.object(Compilation, "partition", partition),
+        pytest.raises(Exception, match="a pass"),
+    ):
+        step(Model)
+    assert len(runs) == 1
+
+
+def test_graphs_inside_of_other_graphs_are_kept():
+    with one_rank("cpu"):
+        assert assert_same(Branches, grad=False).called
+
+
+def test_modes_of_the_whole_program():
+    """Layers with equal random numbers, and autocast of a device that this machine does not have."""
+    from torch._functorch import config
+
+    assert region_calls.bodies_fit()
+    with config.patch(functionalize_rng_ops=True):
+        assert not region_calls.bodies_fit()
+    torch.set_autocast_enabled("xpu", True)
+    try:
+        assert not region_calls.bodies_fit()
+    finally:
+        torch.set_autocast_enabled("xpu", False)
+
+
+def test_clones_of_the_model():
+    """Only a clone that torch has added, because a gradient shares memory with an input, is left out."""
+    graph = torch.fx.Graph()
+    given = graph.placeholder("given")
+    computed = graph.call_function(torch.ops.aten.sin.default, (given,))
+    clones = [graph.call_function(torch.ops.aten.clone.default, (node,)) for node in (given, computed)]
+    graph.output(tuple(clones))
+    given.meta["val"], computed.meta["val"] = torch.ones(2), torch.ones(2)
+    assert region_calls._clones_of_inputs(GraphModule({}, graph)) == {clones[0]: given}
 
 
 @pytest.mark.more
