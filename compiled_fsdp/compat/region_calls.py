@@ -26,9 +26,12 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.compat import patches
 from compiled_fsdp.compat.autograd import storage_id
 from compiled_fsdp.compat.graphs import FakeCopies
+from compiled_fsdp.compat.versions import version_of
 
 log = logging.getLogger(__name__)
 
+TRIED = (2, 13)
+"""The version of torch whose bodies were tried."""
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 PLACE = "compiled_fsdp_place"
 """The key in a node's ``meta["custom"]``, which torch copies to traced nodes, for the node's place in its body."""
@@ -86,10 +89,13 @@ class EqualLayers:
 def bodies_fit() -> bool:
     """Whether torch traces a body as it would trace the same calls in the whole graph.
 
-    For example, it does not if ``functionalize_rng_ops`` is set, because equal layers would draw equal numbers.
+    For example, it does not if ``functionalize_rng_ops`` is set, because equal layers would draw equal numbers. Nor
+    does torch 2.15 with mixed precision, because it casts a body's gradients, and not those of a read.
     """
     from torch._functorch import config
 
+    if version_of(torch.__version__) != TRIED:
+        return False
     if config.functionalize_rng_ops or torch._C._is_any_autocast_enabled():
         return False
     return patches.fits(patches.CAPTURE) and patches.fits(patches.BODY_SCHEMA)
