@@ -162,7 +162,7 @@ def _sent(wait: Node) -> Sequence[Node]:
     launch = wait.all_input_nodes[0]
     launch = launch.all_input_nodes[0] if is_getitem(launch) else launch
     of_model = kind_of(launch) is not None and not launch.meta.get("of_bucket")
-    if launch.target in ALL_REDUCES and not of_model:  # it copies its inputs when it is launched
+    if launch.target in ALL_REDUCES and not of_model and "reads" not in launch.meta:  # of shards, over the replicas
         return ()
     return launch.all_input_nodes if launch.target in LAUNCHES or of_model else ()
 

@@ -85,14 +85,11 @@ class Sending(NamedTuple):
         received: 1 for a reduction by all-to-all, which receives as many bytes as it sends; 0 for another reduction,
             which receives one shard.
         kernels: whether compiled_fsdp's kernels pack and unpack flat buckets.
-        copies: whether the collective copies what it sends when it is launched (an all-reduce), so that only the copy
-            is held while it is in flight.
     """
 
     world: int
     received: float
     kernels: bool
-    copies: bool = False
 
 
 PARTS = ("unsharded", "bucket", "sharded")
@@ -159,11 +156,9 @@ def _of_reduction(
     by: Sending,
 ) -> Iterator[Held]:  # fmt: skip
     landed = max(at, wait - 1)  # waits for reductions are at the start of their segment
-    sent_until = at if by.copies else landed
     for m, size in zip(members, sizes, strict=True):
-        until = at if whole or size.copied else sent_until
-        yield "unsharded", m.first, until, (size.decoded or size.sent) + size.wider
-    yield "bucket", at, sent_until, packed
+        yield "unsharded", m.first, at if whole or size.copied else landed, (size.decoded or size.sent) + size.wider
+    yield "bucket", at, landed, packed
     total = sum([size.sent for size in sizes])
     if whole:
         yield "bucket", at, at, sum([size.full for size in sizes if size.copied])

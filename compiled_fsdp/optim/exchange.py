@@ -95,8 +95,8 @@ def map_whole(
 
     Args:
         function: takes the tensor's place in ``tensors`` and the whole tensor, a copy, and returns a tensor of the
-            same shape and dtype. It is always the same rank that calls it for a tensor, as long as the list's shapes stay the same, so it
-            may keep a state there.
+            same shape and dtype. It is always the same rank that calls it for a tensor, as long as the list's shapes
+            stay the same, so it may keep a state there.
         tensors: DTensors with one ``Shard`` placement, as ``fully_shard`` makes them, of one dtype in each process
             group. With replicas (HSDP) each group of replicas computes for itself. A tensor that this rank has as a
             whole needs no communication.
