@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -36,3 +37,20 @@ def form_of_value(value: Any) -> Any:
         is_aligned = value.storage_offset() * value.element_size() % _ALIGNED == 0
         return tuple(value.shape), value.stride(), value.dtype, value.device, is_aligned
     return value
+
+
+@dataclass(frozen=True)
+class Run:
+    """Calls of a graph, one after another, which one function can replace.
+
+    Attributes:
+        calls: in the order of the graph.
+        given: the nodes from outside, in the order of their first use.
+        results: the nodes that are used outside.
+        form: what makes two runs equal.
+    """
+
+    calls: tuple[Node, ...]
+    given: tuple[Node, ...]
+    results: tuple[Node, ...]
+    form: tuple[Any, ...]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_fsdp.passes.cost.fusion import mark_memory, users_of
-from compiled_fsdp.passes.forms import form_of_arguments, form_of_value
+from compiled_fsdp.passes.forms import Run, form_of_arguments, form_of_value
 from compiled_fsdp.passes.graph import NOT_STORED, aten, calls, draws_numbers, is_getitem, prims
 from compiled_fsdp.passes.memory import storage_bytes
 from compiled_fsdp.passes.op_schema import schema_of
@@ -68,24 +67,7 @@ def share(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Calls of a graph, one after another.
-
-    Attributes:
-        calls: without views and without elements that are taken from tuples.
-        given: the tensors from outside, in the order of their first use.
-        results: the tensors that are used outside.
-        form: what makes two runs equal.
-    """
-
-    calls: tuple[Node, ...]
-    given: tuple[Node, ...]
-    results: tuple[Node, ...]
-    form: tuple[Any, ...]
-
-
-def _equal_runs(gm: GraphModule) -> Iterator[list[_Run]]:
+def _equal_runs(gm: GraphModule) -> Iterator[list[Run]]:
     """Yield lists of equal runs, which have no call in common."""
     sequence = [node for node in gm.graph.nodes if node.op == "call_function" and not _is_passed_through(node)]
     if not any(NOT_STORED in node.meta for node in sequence):  # no plan was made
@@ -94,7 +76,7 @@ def _equal_runs(gm: GraphModule) -> Iterator[list[_Run]]:
     known: dict[Any, int] = {}
     numbers = [known.setdefault(key, len(known)) for key, _ in blocks]
     for repeat in repeats(numbers, [len(block) for _, block in blocks], LEAST):
-        by_form: dict[Any, list[_Run]] = {}
+        by_form: dict[Any, list[Run]] = {}
         for start in repeat.starts:
             run = _run([call for _, block in blocks[start : start + repeat.length] for call in block])
             if run is not None:
@@ -203,7 +185,7 @@ def _is_source(node: Node) -> bool:
     return not _is_passed_through(node) or (is_getitem(node) and not _is_passed_through(node.all_input_nodes[0]))
 
 
-def _run(nodes: Sequence[Node]) -> _Run | None:
+def _run(nodes: Sequence[Node]) -> Run | None:
     """Describe a run of calls; None if it needs no tensor, or its results are not all tensors."""
     number = {node: i for i, node in enumerate(nodes)}
     given: dict[Node, int] = {}
@@ -220,7 +202,7 @@ def _run(nodes: Sequence[Node]) -> _Run | None:
     if not given or not results or not all(isinstance(each.meta["val"], Tensor) for each in (*given, *results)):
         return None
     places = tuple((number[each] if each in number else _element(each, number)) for each in results)
-    return _Run(tuple(nodes), tuple(given), tuple(results), (forms, places))
+    return Run(tuple(nodes), tuple(given), tuple(results), (forms, places))
 
 
 def _element(node: Node, number: dict[Node, int]) -> tuple[int, Any]:
@@ -241,7 +223,7 @@ def _leaves(node: Node, inside: Any) -> bool:
     return any(_leaves(user, inside) if _is_passed_through(user) else user not in inside for user in node.users)
 
 
-def _function(run: _Run) -> GraphModule:
+def _function(run: Run) -> GraphModule:
     """Return a run as a graph of its own."""
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -264,7 +246,7 @@ def _function(run: _Run) -> GraphModule:
     return GraphModule({}, graph)
 
 
-def _call(gm: GraphModule, name: str, run: _Run, replaced: dict[Node, Node]) -> None:
+def _call(gm: GraphModule, name: str, run: Run, replaced: dict[Node, Node]) -> None:
     """Replace a run by a call of the function with this name.
 
     Args:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +31,7 @@ from compiled_fsdp.compat.region_calls import (
     gradient_counts,
     stacks_by_first,
 )
-from compiled_fsdp.passes.forms import form_of_arguments, form_of_value
+from compiled_fsdp.passes.forms import Run, form_of_arguments, form_of_value
 from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.repeats import repeats
 
@@ -85,23 +84,6 @@ def _replace_equal_runs(gm: GraphModule, layers: EqualLayers) -> None:
     layers.calls = [layer_of[node] for node in gm.graph.nodes if node in layer_of]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The calls of one layer, without its reads.
-
-    Attributes:
-        calls: in the order of the graph.
-        given: the tensors from outside, in the order of their first use.
-        results: the calls that are used outside.
-        form: what makes two runs equal.
-    """
-
-    calls: tuple[Node, ...]
-    given: tuple[Node, ...]
-    results: tuple[Node, ...]
-    form: tuple[Any, ...]
-
-
 def _is_plain(graph: Graph) -> bool:
     """Whether all calls give tensors of known sizes, so that none of them switches a mode."""
     return all(node.op in ("output", "get_attr") or _is_known(_value(node)) for node in graph.nodes)
@@ -118,7 +100,7 @@ def _is_known(value: Any) -> bool:
 
 
 # ---- equal runs ------------------------------------------------------------------------------------------------------
-def _equal_runs(graph: Graph) -> Iterator[tuple[GraphModule, list[_Run]]]:
+def _equal_runs(graph: Graph) -> Iterator[tuple[GraphModule, list[Run]]]:
     """Yield bodies, each with the equal runs that it is the body of. No two runs have a call in common."""
     ahead = _reads(graph)
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr") and node not in ahead]
@@ -127,7 +109,7 @@ def _equal_runs(graph: Graph) -> Iterator[tuple[GraphModule, list[_Run]]]:
     known: dict[Any, int] = {}
     numbers = [known.setdefault(tuple(map(_key, block)), len(known)) for block in blocks]
     for repeat in repeats(numbers, [len(block) for block in blocks], LEAST_CALLS):
-        by_form: dict[Any, list[_Run]] = {}
+        by_form: dict[Any, list[Run]] = {}
         for start in repeat.starts:
             run = _run([call for block in blocks[start : start + repeat.length] for call in block])
             if run is not None and not uses.refuse(run):
@@ -211,7 +193,7 @@ def _may_be_inside(node: Node) -> bool:
     return not is_in_place and module.partition(".")[0] in ("torch", "_operator", "builtins")
 
 
-def _run(calls: Sequence[Node]) -> _Run | None:
+def _run(calls: Sequence[Node]) -> Run | None:
     """Describe a run of calls; None if a body with these results would be another one for torch.
 
     That is so if results share memory, if not all of them are tensors, or if a result of real numbers is detached:
@@ -237,7 +219,7 @@ def _run(calls: Sequence[Node]) -> _Run | None:
     ):
         return None
     form = forms, tuple(number[node] for node in results), tuple(_form_of(_value(node)) for node in given)
-    return _Run(tuple(calls), tuple(given), tuple(results), form)
+    return Run(tuple(calls), tuple(given), tuple(results), form)
 
 
 def _needs_gradient(node: Node) -> bool:
@@ -265,7 +247,7 @@ class _Uses:
             if isinstance(_value(node), Tensor):
                 self._same.setdefault(_identity(node), []).append(node)
 
-    def refuse(self, run: _Run) -> bool:
+    def refuse(self, run: Run) -> bool:
         """Whether a given tensor is written to anywhere, or two given tensors may be one.
 
         Autograd saves a body's given tensors, and raises an error if one was written to since.
@@ -273,7 +255,7 @@ class _Uses:
         memory = {storage_id(_value(given)) for given in run.given}
         return not memory.isdisjoint(self._written) or len({*map(_identity, run.given)}) < len(run.given)
 
-    def sum_gradients_otherwise(self, run: _Run, counts: Sequence[int]) -> bool:
+    def sum_gradients_otherwise(self, run: Run, counts: Sequence[int]) -> bool:
         """Whether the gradients of a given tensor would be other ones, or added up in another order.
 
         A tensor without a gradient, for example a parameter that is only used detached, would get one of zeros.
@@ -310,7 +292,7 @@ def _written_by(node: Node) -> Sequence[Node]:
 
 
 # ---- bodies and calls ------------------------------------------------------------------------------------------------
-def _body(run: _Run) -> GraphModule:
+def _body(run: Run) -> GraphModule:
     """Return a run as a graph of its own."""
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -325,7 +307,7 @@ def _body(run: _Run) -> GraphModule:
     return GraphModule({}, graph)
 
 
-def _call(graph: Graph, name: str, run: _Run, replaced: dict[Node, Node]) -> Node:
+def _call(graph: Graph, name: str, run: Run, replaced: dict[Node, Node]) -> Node:
     """Insert a call of the body with this name in front of a run, whose results it replaces.
 
     Args:
@@ -346,7 +328,7 @@ def _call(graph: Graph, name: str, run: _Run, replaced: dict[Node, Node]) -> Nod
     return call
 
 
-def _move_reads(run: _Run) -> dict[Node, int]:
+def _move_reads(run: Run) -> dict[Node, int]:
     """Move the reads between a run's calls in front of it; return for each the place of the call behind it."""
     place = {call: i for i, call in enumerate(run.calls)}
     moved: dict[Node, int] = {}

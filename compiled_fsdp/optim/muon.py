@@ -37,7 +37,7 @@ class Muon(torch.optim.Muon):
 
     Args:
         params: matrices, parameter groups, or named parameters, as for torch.optim.Muon. DTensors must have one
-            ``Shard`` placement; plain tensors and other optimizers' arguments are as in torch.optim.Muon.
+            ``Shard`` placement. Matrices that this rank has as a whole are updated as by torch.optim.Muon.
         lr: learning rate.
         adamw: parameters, or parameter groups, that torch.optim.AdamW's algorithm updates, with its options. They are
             groups of this optimizer too, so that schedulers and state dicts have them.
