@@ -93,9 +93,12 @@ class Region:
     def agreeing_group(self) -> ShardGroup | None:
         """The group whose ranks agree on the plan: the largest of several groups, which mostly contains the others.
 
-        None if this code has no collectives, and in inference no other code for the same forward has any.
+        None if neither this code nor other code for the same forward has collectives.
         """
-        if self.kind == "inference" and all(registry.unit_of(p).model_needs_no_gather for p in self.parameters):
+        trains = self.kind != "inference"
+        is_local = all(registry.unit_of(p).model_communicates_nothing(trains=trains) for p in self.parameters)
+        # a graph of compiled autograd reduces as its forward was told, which may be changed since
+        if is_local and not (trains and any(read.is_reduced for read in self.reads)):
             return None
         has_full_reads_only = all(read.already_unsharded and not read.trainable for read in self.reads)
         if has_full_reads_only and not self.failed_hooks:  # of failed hooks all ranks must hear

@@ -75,11 +75,22 @@ class Journal:
             self._thread = threading.Thread(
                 target=_answer, args=(weakref.ref(self),), name="compiled_fsdp journal", daemon=True
             )
+            _threads.add(self._thread)
             self._thread.start()
 
 
 _stop = threading.Event()
-atexit.register(_stop.set)
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_LONGEST_JOIN = 10.0
+"""Seconds to wait for a thread at exit: a store whose machine is gone may not answer for minutes."""
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End all threads, because one that is in a call of the store aborts the process when the interpreter ends."""
+    _stop.set()
+    for thread in list(_threads):
+        thread.join(_LONGEST_JOIN)
 
 
 def _answer(reference: weakref.ref[Journal]) -> None:

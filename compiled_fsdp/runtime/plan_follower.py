@@ -185,8 +185,8 @@ class PlanFollower:
         members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
         met, block = self._met.setdefault(unit_of(parameter), set()), (kind, parameter.bucket_key)
         agreement = agreement_of(parameter.group)
-        needs_no_gather = kind == "inference" and unit_of(parameter).model_needs_no_gather
-        if block in met or agreement.liveness.alone or needs_no_gather:
+        is_local = unit_of(parameter).model_communicates_nothing(trains=kind == "training")
+        if block in met or agreement.liveness.alone or is_local:
             return None
         outcome = agreement.meet(statement_of_block(members, kind))
         if outcome is None:

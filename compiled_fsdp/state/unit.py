@@ -146,17 +146,22 @@ class Unit:
             return "full"
         return "kept" if self.keep_for_backward else "resharded"
 
-    @property
-    def model_needs_no_gather(self) -> bool:
-        """Whether a forward without gradients communicates nothing in any part of the model, so one rank may run alone.
+    def model_communicates_nothing(self, *, trains: bool) -> bool:
+        """Whether a forward and its backward communicate nothing in any part of the model, so one rank may run alone.
 
-        It is so if every parameter is full on all ranks: after ``unshard()``, or because its shard group has one rank.
+        It is so if every parameter is full on all ranks, after ``unshard()`` or because its shard group has one rank,
+        and, if the forward ``trains``, if no gradient is reduced (``set_requires_gradient_sync(False)``).
         """
         return all(
-            parameter.world == 1 or unit.mode_of(parameter) == "full"
+            (parameter.world == 1 or unit.mode_of(parameter) == "full")
+            and not (trains and parameter.param.requires_grad and unit.is_synced(parameter))
             for unit in self.tree_units()
             for parameter in unit.parameters
         )
+
+    def is_synced(self, parameter: ShardedParameter) -> bool:
+        """Whether the backward of the next forward reduces the gradients of one of the unit's parameters."""
+        return parameter.sync_for(self.accumulation.sync) is not GradSync.NONE
 
     def line_of(self, parameter: ShardedParameter, *, trains: bool, mode: str = "") -> str:
         """Describe a parameter as a plan depends on it: all ranks have the same text; another text needs another plan.

@@ -11,7 +11,7 @@ import torch
 
 from compiled_fsdp.base.plain_data import PlainData
 from compiled_fsdp.buckets.codec import nbytes
-from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import Kind
 
 
@@ -96,6 +96,11 @@ class Read:
     def reduce_spec(self) -> ReduceSpec:
         """``reduce_text``, parsed."""
         return ReduceSpec.parse(self.reduce_text)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether ranks reduce its gradient together. The gradient of a piece is reduced with its parameter's."""
+        return self.trainable and not self.piece and self.reduce_spec.sync is not GradSync.NONE
 
     @property
     def mode(self) -> str:

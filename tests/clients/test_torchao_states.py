@@ -10,10 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from compiled_fsdp import fully_shard
 from tests.harness import distributed
 from tests.harness.extensions import assert_all_equal
-from tests.harness.resumed import LIBRARIES
 
 pytestmark = pytest.mark.more
 pytest.importorskip("torchao")
@@ -22,6 +23,7 @@ from torchao.prototype.quantized_training import int8_mixed_precision  # noqa: E
 
 from tests.clients.quantized import KINDS, held, sharded, step_of  # noqa: E402
 
+LIBRARIES = {"ours": fully_shard, "FSDP2": torch_fully_shard}
 FLOAT8, NF4, INT8, INT8_ONLY = KINDS
 # What DCP of torch must be told of torchao's classes, which it pickles; FSDP2's users as well.
 PICKLED = [

@@ -1,6 +1,8 @@
 """Meetings on threads: who comes, who is answered for by the journal's thread, and who never comes."""
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from compiled_fsdp.ranks.liveness import Liveness
 from compiled_fsdp.ranks.meeting import SAME, Attendance, called_key
 from compiled_fsdp.ranks.statement import Outcome, Statement
 from tests.harness.fake import fake_group
+from tests.harness.spawn import TIMEOUT
 from tests.ranks.test_statement import ran, says
 
 _groups = itertools.count()
@@ -284,3 +287,33 @@ def test_meshes_over_the_same_ranks_have_one_journal():
     (first, journal), (second, other) = found
     assert first.process_group is not second.process_group
     assert journal is other
+
+
+PROGRAM_THAT_ENDS = """
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+import torch.distributed as dist
+from compiled_fsdp.ranks import journal
+
+store = dist.TCPStore("localhost", 0, is_master=True)
+asked = []
+
+def value(key):  # waits in C++ for half a second
+    asked.append(key)
+    try:
+        store.wait([key], timedelta(seconds=0.5))
+    except dist.DistStoreError:
+        return None
+
+journal._FIRST_PAUSE = journal._LONGEST_PAUSE = 0.0
+kept = journal.Journal(SimpleNamespace(alone=False, value=value, prefix="models"))
+kept.answer()
+while not asked:
+    time.sleep(0.01)
+"""
+
+
+def test_a_process_ends_while_its_thread_asks_the_store():
+    """A thread that comes back from C++ while the interpreter ends would abort the process (exit code -6)."""
+    assert subprocess.run([sys.executable, "-c", PROGRAM_THAT_ENDS], timeout=TIMEOUT).returncode == 0

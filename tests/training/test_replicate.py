@@ -20,7 +20,7 @@ from compiled_fsdp.ranks.outline import difference_of_outlines, outline_of
 from tests.harness import WAYS, assert_same, compiled, ddp, distributed, forward_backward, planned_ops, shard, train
 from tests.harness.models import BUILD, Transformer, loss_of, small
 from tests.harness.ours import counted, new_group
-from tests.harness.reference import assert_equal, full_gradients
+from tests.harness.reference import assert_equal, assert_same_gradients, full_gradients
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -141,6 +141,28 @@ def test_accumulation(rank, world_size, dtype):
         each.set_requires_all_reduce(True)
         loss_of(each, rank, 2).backward()
     assert_equal(full_gradients(mine), full_gradients(each))
+
+
+@pytest.mark.parametrize("flag", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize("way", RUNS)
+@distributed(world_size=2, reset=True)
+def test_ranks_have_different_numbers_of_microbatches(rank, world_size, way, flag):
+    """Microbatches that reduce nothing need no other rank, as DDP's in `no_sync`; also when their code is compiled."""
+    build, wrap, step = RUNS[way]
+    expected = BUILD[build]()
+    for number in (0, 1, 2):
+        loss_of(expected, 0, number).backward()
+    loss_of(expected, 1, 2).backward()
+    for param in expected.parameters():
+        param.grad.div_(2)
+    for model in (BUILD[build](), BUILD[build]()):  # the second one shares plans, and some code, with the first
+        call = wrap(shard(model, replicate))
+        getattr(model, flag)(False)
+        for number in (0, 1) if rank == 0 else ():
+            step(call, number)
+        getattr(model, flag)(True)
+        step(call, 2)
+        assert_same_gradients(model, expected, rtol=1e-5, atol=1e-7)
 
 
 def clipped(model: nn.Module, step: int) -> torch.Tensor:
