@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import functional_fsdp, wire
 from bench.link_models import MLP, Llama
-from compiled_fsdp import WirePolicy, compiled_autograd, explain, fully_shard, replicate
+from compiled_fsdp import TrainStep, WirePolicy, compiled_autograd, explain, fully_shard, replicate
 from compiled_fsdp.errors import OverBudget
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
+from compiled_fsdp.runtime.context import RUNTIME
 
 Shard = Callable[..., Any]
 
@@ -109,6 +110,28 @@ class Training:
         """Update the parameters, and drop the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+class WholeStep:
+    """A step with clipping and AdamW, all of which is timed.
+
+    Args:
+        model: the model that is trained.
+        step: runs a step, and returns its loss.
+    """
+
+    def __init__(self, model: nn.Module, step: Callable[[], Tensor]) -> None:
+        self.model, self._step, self.loss = model, step, float("nan")
+
+    def step(self) -> tuple[float, float]:
+        """Run the step, and wait for the gather that it has launched for the next one. Return its seconds, and 0."""
+        start = time.perf_counter()
+        self.loss = self._step().item()
+        RUNTIME.prefetcher.wait()
+        return time.perf_counter() - start, 0.0
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +254,29 @@ def _kept(setting: Setting) -> Training:
     return setting.training(model, torch.compile(model, backend="compiled_fsdp"))
 
 
+def _loop(setting: Setting) -> WholeStep:
+    model = setting.sharded(fully_shard)
+    loss_fn = torch.compile(lambda: setting.model.loss(model(setting.x), setting.x), backend="compiled_fsdp")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+
+    def step() -> Tensor:
+        loss = loss_fn()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return WholeStep(model, step)
+
+
+def _train_step(setting: Setting) -> WholeStep:
+    model = setting.sharded(fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    step = TrainStep(model, optimizer, lambda model, x: setting.model.loss(model(x), x), max_norm=1.0)
+    return WholeStep(model, lambda: step(setting.x))
+
+
 def _functional(setting: Setting) -> Training:
     model = setting.model()
     functional_fsdp.shard(model)
@@ -346,4 +392,6 @@ SYSTEMS = {
     "budget_45": System(partial(_budget, 0.45)),
     "replicated": System(_replicated, sharded=False, reshard=False),
     "kept": System(_kept, reshard=False),
+    "loop": System(_loop, trains=False),
+    "train_step": System(_train_step, trains=False),
 }

@@ -28,6 +28,9 @@ least that fits, if that is more.
 Two further systems send as many bytes as DDP: "replicated" is ``replicate``, and "kept" shards parameters, but leaves
 them unsharded from forward to backward.
 
+"loop" and "train_step" are steps with clipping and AdamW, which are timed, too: the usual loop around a compiled model
+and its loss, and ``TrainStep``.
+
 With ``--wire`` the systems differ in the codecs of gathers and reductions (for example "wire_int8" has
 ``WirePolicy("int8", "int8")``). Beside them run the exact systems, mixed precision in bfloat16 ("bf16", "fsdp2_bf16"),
 and torchao's float8 training, which gathers weights in float8 ("float8", "fsdp2_float8").
@@ -62,6 +65,7 @@ from bench.link_cases import (
     LAYOUTS,
     NAMES,
     OF_ONE_GROUP,
+    STEPS,
     UNSHARDED,
     WHOLE,
     WIRE,
@@ -307,7 +311,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     usual = [name for name in NAMES if not (options.quick and name in BROKEN)]
     chosen = ACCUMULATING if options.accumulate else WIRE if options.wire else None
     chosen = (WHOLE, *BUDGETS) if options.budgets else chosen
-    known = chosen or (*NAMES, *UNSHARDED)
+    known = chosen or (*NAMES, *UNSHARDED, *STEPS)
     if not LAYOUTS[options.layout].is_one_group:
         if several := set(options.systems or ()) & set(OF_ONE_GROUP):
             parser.error(

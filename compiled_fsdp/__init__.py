@@ -38,6 +38,7 @@ _PUBLIC = {
     "measure_hardware": "compiled_fsdp.compiler.measure",
     "Muon": "compiled_fsdp.optim.muon",
     "map_whole": "compiled_fsdp.optim.exchange",
+    "TrainStep": "compiled_fsdp.training.train_step",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
     "WirePolicy": "compiled_fsdp.sharding.wire_policy",
@@ -91,6 +92,7 @@ __all__ = [
     "RanksDiffer",
     "RecompileLimit",
     "StepProfile",
+    "TrainStep",
     "UnshardHandle",
     "Volume",
     "WirePolicy",
@@ -145,6 +147,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.tools.profile import StepProfile, profile, record_collective_names
     from compiled_fsdp.tools.profile_text import Measurement
     from compiled_fsdp.tools.steps import ModelCall
+    from compiled_fsdp.training.train_step import TrainStep
 
 
 def __getattr__(name: str) -> Any:

@@ -59,15 +59,15 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         and not any(ctx.reads[read].piece for read in b.reads)
         for b in ctx.planned.plan.launches
     ]
-    taken = [i for i, eligible in enumerate(whole) if eligible] if ctx.rules.is_fragment else []
+    taken = [number for number, is_whole in enumerate(whole) if is_whole] if _crosses_edges(ctx) else []
+    first, last = taken[:1], taken[-1:] if ctx.rules.is_fragment else []
     uses = {task.read: (n, task) for n, task in enumerate(ctx.planned.tasks.gathers)} if ctx.planned.tasks else {}
     agreed: list[AgreedBucket] = []
     for number, planned in enumerate(ctx.planned.plan.launches):
         edge = None
         if planned.kind == "gather":
             members = [nodes[read].popleft() for read in planned.reads]
-            at_an_edge = number in (*taken[:1], *taken[-1:])
-            edge = (number == taken[0], number == taken[-1]) if at_an_edge else None
+            edge = (number in first, number in last) if number in (*first, *last) else None
             launch = _gather(gm, planned, members, edge, ctx)
         else:
             members = [grads[read].popleft() for read in planned.reads]
@@ -95,6 +95,11 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         "bucket", f"{len(gathers)} gathers and {len(reductions)} reductions in {len(ctx.planned.plan.launches)} buckets"
     )
     return gm
+
+
+def _crosses_edges(ctx: PassContext) -> bool:
+    """Whether gathers may be in flight before the graph is called, or after it."""
+    return ctx.rules.is_fragment or (ctx.rules.gathers_ahead and ctx.phase == "forward")
 
 
 def _until(uses: Mapping[int, tuple[int, CollectiveTask]], read: int) -> tuple[int, int]:

@@ -441,6 +441,7 @@ class Compilation:
             device_bytes=hardware.memory,
             keep_as_sharded=options.reshard_after_forward == "as sharded",
             is_fragment=region.is_fragment and options.overlap,
+            gathers_ahead=options.gathers_ahead and options.overlap,
             replicates=any(group.replicas > 1 and group.size > 1 for group in region.groups),
         )
 

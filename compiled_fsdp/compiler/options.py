@@ -80,6 +80,8 @@ class Options:
         trace_equal_layers_once: whether AOTAutograd traces equal layers of a model once. The graphs are the same as if
             it traced each of them, and large models compile faster. False: it traces each of them. The default is False
             because the option is new.
+        gathers_ahead: whether the first gather of a forward may be launched by the training step before it. For
+            ``TrainStep``, which sets it; without one the gather is launched by the forward.
     """
 
     bucket: Literal["auto", "module", "parameter"] | float | list[list[str]] = "auto"
@@ -100,6 +102,7 @@ class Options:
     transport: Literal["backend", "symm_mem"] = "backend"
     one_rank_compiles: bool = True
     trace_equal_layers_once: bool = False
+    gathers_ahead: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bucket", _checked_bucket(self.bucket))
@@ -123,6 +126,7 @@ class Options:
             "recheck_prefetched",
             "one_rank_compiles",
             "trace_equal_layers_once",
+            "gathers_ahead",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(

@@ -7,6 +7,7 @@ nothing.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,13 +41,22 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) != _calls:
         _check(optimizer)
-    if RUNTIME.follower.is_active or not RUNTIME.prefetcher.idle:
-        written = [param for group in optimizer.param_groups for param in group["params"]]
-        RUNTIME.follower.drop(written)  # or a forward that raised would go on with full parameters from before the step
-        RUNTIME.prefetcher.drop(written)
+    if (
+        RUNTIME.follower.is_active
+        or not RUNTIME.prefetcher.idle
+        or retaining_units()
+        or RUNTIME.follower.backwards.keeps
+    ):
+        forget_gathered([param for group in optimizer.param_groups for param in group["params"]])
+
+
+def forget_gathered(written: Sequence[torch.Tensor]) -> None:
+    """Drop the gathered values of these DTensors, because they are about to be written."""
     units, follower = retaining_units(), RUNTIME.follower
+    follower.drop(written)  # or a forward that raised would go on with full parameters from before the step
+    RUNTIME.prefetcher.drop(written)
     if units or follower.backwards.keeps:
-        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        params = set(map(id, written))
         in_backward = backward_id() != -1  # the rest of that backward may read parameters kept for checkpoints
         if not in_backward:
             follower.backwards.drop_kept(params)

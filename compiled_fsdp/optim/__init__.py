@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices, although each rank holds a part of each.
+"""Optimizers of sharded parameters: on this rank's shards, or on whole matrices that one rank computes.
 
 They work on any DTensor parameters, those of torch's own ``fully_shard`` included.
 """

@@ -18,7 +18,9 @@ gather again:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +40,8 @@ from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
 from compiled_fsdp.runtime.in_flight import launch_all_gather, spec_of
 from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -106,6 +110,7 @@ class AllGatherPrefetcher:
         # How often it was cleared. If the number has changed since a forward began, that forward is over.
         self.forwards_over = 0
         self._in_flight: dict[GatherKey, PrefetchedGather] = {}
+        self._ends_at_exit = False
         self._backward = -1
 
     @property
@@ -143,6 +148,37 @@ class AllGatherPrefetcher:
         if first:
             self.counts["late" if flight is None else "taken"] += 1
         return buckets
+
+    def next_forward(self) -> list[ShardedParameter]:
+        """The parameters that the next forward is expected to gather first; none if it is not known.
+
+        Call it between a backward and the next forward. It ends the run.
+        """
+        self.close()
+        key = self.order.next
+        found = [] if key is None or key.backward else [registry.find(param_id) for param_id in key.param_ids]
+        return [parameter for parameter in found if parameter is not None]
+
+    def launch_next_forward(self) -> None:
+        """Launch the first gather of the next forward, if it is known. Call it after ``next_forward``."""
+        if self.order.next is not None and not self.order.next.backward:
+            if not self._ends_at_exit:
+                self._ends_at_exit = True
+                atexit.register(self._end_at_exit)
+            self._launch_next()
+
+    def wait(self) -> None:
+        """Wait for the gathers in flight, and leave them to the next forward."""
+        for flight in self._in_flight.values():
+            for bucket in flight.buckets:
+                failures.wait(bucket)
+
+    def _end_at_exit(self) -> None:
+        """Wait for the gather that the last step has launched, or torch would warn of it."""
+        try:
+            self.drop()
+        except (dist.DistError, RuntimeError) as error:  # another rank has failed, and says why
+            log.debug("a gather was in flight at exit: %s", error)
 
     def drop(self, params: Iterable[Tensor] | None = None) -> None:
         """Drop the gathers in flight that have one of these DTensors (None: all), because it may have been written."""

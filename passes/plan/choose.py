@@ -39,6 +39,8 @@ class PlanRules:
     # Whether the graph is one of several graphs of a forward. Then its first gather and its last reductions may cross
     # its edges.
     is_fragment: bool = False
+    # Whether the first gather of a forward may be launched before its graph is called (``TrainStep``).
+    gathers_ahead: bool = False
     # Whether reduced gradients are then all-reduced over replicas (HSDP).
     replicates: bool = False
     # Whether the graph itself publishes gradients (compiled autograd). Hooks may use a gradient up as soon as it is

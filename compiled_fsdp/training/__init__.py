@@ -1,0 +1,1 @@
+"""The training step around a compiled model: microbatches, clipping, and the optimizer's update."""
