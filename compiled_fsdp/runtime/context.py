@@ -28,6 +28,7 @@ class Runtime:
         """End everything in flight, as after a forward and a backward. Must not be called inside of a backward."""
         self.saved_tensors.stop()
         self.prefetcher.close()
+        self.prefetcher.drop()
         self.follower.end_forward()
         self.reducer.close_failed()
 

@@ -5,7 +5,8 @@ launched, the next graph's first gather is launched too. Eager code gets its buc
 the same sets in the same order (``exec_order.py``), so they decide alike whether to take a gather in flight or to
 gather again:
 
-- A run ends with a backward, or with a forward that another forward follows. No gather stays in flight after it.
+- A run ends with a backward, or with a forward that another forward follows. No gather stays in flight after it, but
+  for the one that ``TrainStep`` launches for its next step.
 - A gather that was launched outside of the running backward is taken only if no rank wrote to its shards meanwhile.
   Each rank compares values, and one small reduction combines the answers, because an optimizer's step with ``foreach``
   or ``fused`` changes no version counter, and one rank alone may have written.
@@ -57,6 +58,8 @@ class PrefetchedGather:
     buckets: list[Tensor]
     # The number of the backward that launched it; -1 outside of a backward.
     backward: int
+    # Whether it was launched for the next training step, so that it outlives runs of other models and evaluations.
+    for_next_step: bool = False
 
     def is_of(self, shards: Sequence[Tensor]) -> bool:
         """Whether these shards have the same memory as at the launch, whatever values they have now."""
@@ -165,7 +168,7 @@ class AllGatherPrefetcher:
             if not self._ends_at_exit:
                 self._ends_at_exit = True
                 atexit.register(self._end_at_exit)
-            self._launch_next()
+            self._launch_next(for_next_step=True)
 
     def wait(self) -> None:
         """Wait for the gathers in flight, and leave them to the next forward."""
@@ -190,9 +193,11 @@ class AllGatherPrefetcher:
                 self._end(self._in_flight.pop(key), "unused" if ids is None else "stale")
 
     def close(self) -> None:
-        """End the run: drop all gathers in flight, and expect no set next."""
+        """End the run: drop the gathers in flight that were launched in it, and expect no set next."""
         self.order.end_run()
-        self.drop()
+        for key, flight in list(self._in_flight.items()):
+            if not flight.for_next_step:
+                self._end(self._in_flight.pop(key), "unused")
         self._backward = -1
         self.forwards_over += self.forward_ended
         self.forward_ended = False
@@ -222,7 +227,7 @@ class AllGatherPrefetcher:
         return lambda: not same
 
     @outside_of_autocast
-    def _launch_next(self) -> None:
+    def _launch_next(self, *, for_next_step: bool = False) -> None:
         key = self.order.next
         if key is None or key in self._in_flight:
             return
@@ -249,7 +254,7 @@ class AllGatherPrefetcher:
                 buckets = launch_all_gather(found, [packed], spec, prepared=True)
                 sent = list(packed.split([tensor.numel() for tensor in given]))
         self._in_flight[key] = PrefetchedGather(
-            [weakref.ref(p) for p in found], [p.shard for p in found], sent, buckets, self._backward
+            [weakref.ref(p) for p in found], [p.shard for p in found], sent, buckets, self._backward, for_next_step
         )
         self.counts["launched"] += 1
 

@@ -220,6 +220,23 @@ def test_parameters_written_between_steps(rank, world_size):
 
 
 @distributed(world_size=2)
+def test_two_models_in_turn(rank, world_size):
+    """Each step launches the first gather of the model that comes next."""
+    pairs = [(shard(small(seed=seed), fully_shard), shard(small(seed=seed), torch_fully_shard)) for seed in (1, 2)]
+    optimizers = [[OPTIMIZERS["SGD"](model) for model in pair] for pair in pairs]
+    steps = [TrainStep(pair[0], of[0], cross_entropy, options=AOT) for pair, of in zip(pairs, optimizers, strict=True)]
+    for number in range(6):
+        before = RUNTIME.prefetcher.counts.copy()
+        data = batch(rank, number)
+        for step, (_, theirs), (_, optimizer) in zip(steps, pairs, optimizers, strict=True):
+            assert torch.equal(step(*data), eager(theirs, optimizer, *data, max_norm=None)[0])
+        counts = RUNTIME.prefetcher.counts - before
+        assert number < 3 or counts == {"launched": 2, "taken": 2}, (number, counts)
+    for (ours, theirs), (mine, other) in zip(pairs, optimizers, strict=True):
+        assert_equal(state_of(ours, mine), state_of(theirs, other))
+
+
+@distributed(world_size=2)
 def test_a_step_that_the_scaler_leaves_out(rank, world_size):
     """float16 gradients overflow in the first steps, on one rank alone in the fourth."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float16)
