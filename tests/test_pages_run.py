@@ -52,7 +52,14 @@ def test_pages_with_programs_have_no_other_code(page):
     assert len(shown_programs_of(page)) == (ROOT / f"docs/{page}.md").read_text().count("```python\n")
 
 
-PROGRAMS = {"accumulation": 1, "graph-breaks": 1, "parallelism": 5, "faults": 2, "whole-matrices": 1}
+PROGRAMS = {
+    "accumulation": 1,
+    "graph-breaks": 1,
+    "parallelism": 5,
+    "faults": 2,
+    "whole-matrices": 1,
+    "training-step": 1,
+}
 """How many programs of a page run under torchrun and end well. A program begins with a block whose first word is
 `import`; further blocks of it, its command, and what it prints follow."""
 

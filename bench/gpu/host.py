@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.gpu.model import TINY, Stack, by_layer, stack, tokens_of
 from bench.gpu.record import Record
-from compiled_fsdp import fully_shard
+from compiled_fsdp import TrainStep, fully_shard
 
 EAGER = "FSDP2, eager"
 WORLD = 2
 
 
 def measure(device: torch.device, *, quick: bool, codegen: str = "inductor") -> Iterator[Record]:
-    """Yield records of forward and backward: medians of interleaved steps.
+    """Yield records of forward and backward, and of whole steps: medians of interleaved steps.
 
     Args:
         device: the models' device.
@@ -44,7 +45,7 @@ def measure(device: torch.device, *, quick: bool, codegen: str = "inductor") -> 
         for repeat in range(3 + (5 if quick else 40)):
             for name, run in runs.items():
                 begin = time.perf_counter()
-                run(tokens).backward()
+                run(tokens)
                 taken = time.perf_counter() - begin  # host time only: the device may still be busy
                 if device.type == "cuda":
                     torch.cuda.synchronize()
@@ -62,7 +63,10 @@ def measure(device: torch.device, *, quick: bool, codegen: str = "inductor") -> 
         yield Record("host time of a step", name, tensors=9 * shape.layers + 3, seconds=median, more=more)
 
 
-def _systems(codegen: str) -> dict[str, Callable[[Stack], Callable[[Tensor], Tensor]]]:
+def _systems(codegen: str) -> dict[str, Callable[[Stack], Callable[[Tensor], object]]]:
+    """Return what makes each system: a function of the batch that runs a step."""
+    options = {"codegen": codegen}
+
     def per_layer(model: Stack) -> Stack:
         by_layer(model, fsdp2)
         for layer in model.layers:
@@ -70,11 +74,39 @@ def _systems(codegen: str) -> dict[str, Callable[[Stack], Callable[[Tensor], Ten
         return model
 
     def ours(model: Stack) -> Callable[[Tensor], Tensor]:
-        return torch.compile(by_layer(model, fully_shard), backend="compiled_fsdp", options={"codegen": codegen})
+        return torch.compile(by_layer(model, fully_shard), backend="compiled_fsdp", options=options)
+
+    def loop(model: Stack, foreach: bool | None) -> Callable[[Tensor], object]:
+        run, optimizer = ours(model), torch.optim.AdamW(model.parameters(), foreach=foreach)
+
+        def step(tokens: Tensor) -> None:
+            run(tokens).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        return step
+
+    def train_step(model: Stack, foreach: bool | None) -> Callable[[Tensor], object]:
+        by_layer(model, fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+        return TrainStep(model, optimizer, lambda model, tokens: model(tokens), max_norm=1.0, options=options)
+
+    def backward_of(
+        make: Callable[[Stack], Callable[[Tensor], Tensor]],
+    ) -> Callable[[Stack], Callable[[Tensor], object]]:
+        def made(model: Stack) -> Callable[[Tensor], object]:
+            run = make(model)
+            return lambda tokens: run(tokens).backward()
+
+        return made
 
     return {
-        f"torch.compile, unsharded, {codegen}": lambda model: torch.compile(model, backend=codegen),
-        f"compiled_fsdp, {codegen}": ours,
-        EAGER: lambda model: by_layer(model, fsdp2),
-        f"FSDP2, {codegen} per layer": per_layer,
+        f"torch.compile, unsharded, {codegen}": backward_of(lambda model: torch.compile(model, backend=codegen)),
+        f"compiled_fsdp, {codegen}": backward_of(ours),
+        EAGER: backward_of(lambda model: by_layer(model, fsdp2)),
+        f"FSDP2, {codegen} per layer": backward_of(per_layer),
+        f"compiled_fsdp, {codegen}, clipping, AdamW": partial(loop, foreach=None),
+        f"TrainStep, {codegen}, clipping, AdamW": partial(train_step, foreach=None),
+        f"compiled_fsdp, {codegen}, clipping, foreach AdamW": partial(loop, foreach=True),
+        f"TrainStep, {codegen}, clipping, foreach AdamW": partial(train_step, foreach=True),
     }

@@ -1,6 +1,7 @@
 """A whole training step: microbatches, loss, backward, clipping, and the optimizer's update."""
 
-# Why: docs/design/train-step.md
+# Why: docs/design/gradients.md, "An optimizer steps on shards"
+# Why: docs/design/gradients.md, "The next step's first gather is launched by the update"
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ class TrainStep:
         self.norm: Tensor | None = None
         self._max_norm, self._norm_type = max_norm, norm_type
         self._count, self._defers = microbatches, microbatches > 1 and reduce == "last"
-        self._update = _Update(optimizer)
+        self._update = Update(optimizer)
         compile_with: Any = torch.compile  # Any, because its annotation takes dictionaries only
         self._loss = compile_with(
             lambda *args, **kwargs: loss_fn(model, *args, **kwargs),
@@ -167,7 +168,6 @@ class TrainStep:
             grads = [grad for param in self.model.parameters() if (grad := param.grad) is not None]
             self.norm = norm_of_gradients(grads, self._norm_type)
             self._update.clip = self._max_norm, self.norm
-        forget_gathered(params)
         if self.scaler is None:
             self._update.step()
         else:
@@ -177,8 +177,8 @@ class TrainStep:
             param.grad = None
 
 
-class _Update:
-    """Clipping and the optimizer's step. ``GradScaler`` takes it for an optimizer."""
+class Update:
+    """Clipping and the optimizer's step, as the end of a training step. ``GradScaler`` takes it for an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -192,8 +192,10 @@ class _Update:
 
     def step(self) -> None:
         """Clip the gradients that are there, and update the parameters."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        forget_gathered(params)
         if not self.on_shards:
-            self._clip([param for group in self.param_groups for param in group["params"]])
+            self._clip(params)
             self.optimizer.step()
             return
         with on_shards(self.optimizer) as plain:

@@ -44,6 +44,7 @@ OPTIONS = {
     "hardware": ('"h100"', '"H100"'),
     "kernels": ("True",),
     "collectives_at_world_size_1": ("True",),
+    "gathers_ahead": ("True", "True", "False"),
 }
 
 
@@ -110,14 +111,14 @@ class _Draw:
             root_policy=f"{policy}, output_dtype=torch.float32" if policy and self.chance(0.3) else "",
             columns=mesh == "1-D" and self.chance(0.1), offload=self.chance(0.08),
             grouped=len(layers) > 1 and self.chance(0.1), options=self.options(), optimizer=pick(OPTIMIZERS),
-            in_backward=self.chance(0.15),
+            in_backward=self.chance(0.15), on_shards=self.chance(0.3),
         )  # fmt: skip
         return self.with_steps(dataclasses.replace(program, sharding=self.sharding(program)))
 
     def script(self, program: Program) -> Program:
         """Return the program with another optimizer and other steps."""
-        optimizer, in_backward = self.random.choice(OPTIMIZERS), self.chance(0.15)
-        return self.with_steps(dataclasses.replace(program, optimizer=optimizer, in_backward=in_backward))
+        script = {"optimizer": self.random.choice(OPTIMIZERS), "in_backward": self.chance(0.15)}
+        return self.with_steps(dataclasses.replace(program, **script, on_shards=self.chance(0.3)))
 
     def with_steps(self, program: Program) -> Program:
         steps = self.steps(program)

@@ -16,11 +16,13 @@ from compiled_fsdp.buckets import collectives, host_copies, transport
 from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compiler import compilation
+from compiled_fsdp.optim import local, norm
 from compiled_fsdp.passes import recompute, reshard
 from compiled_fsdp.ranks.agreement import Agreement, Follows
 from compiled_fsdp.ranks.question import Signature
 from compiled_fsdp.runtime import prefetcher, reducer
 from compiled_fsdp.state.unit import Unit
+from compiled_fsdp.training import train_step
 from tests.fuzz import execute
 
 MOST_PROGRAMS = 300
@@ -184,6 +186,45 @@ def _chooses_by_rank() -> AbstractContextManager[Any]:
     return mock.patch.object(Agreement, "agree", own)
 
 
+@contextmanager
+def _gathers_before_the_update() -> Iterator[None]:
+    """The next step's first gather sends the shards from before the update."""
+    ask = prefetcher.AllGatherPrefetcher.next_forward
+
+    def launch_at_once(self: prefetcher.AllGatherPrefetcher) -> list[Any]:
+        ask(self)
+        self.launch_next_forward()
+        return []
+
+    with (
+        mock.patch.object(prefetcher.AllGatherPrefetcher, "next_forward", launch_at_once),
+        mock.patch.object(prefetcher.PrefetchedGather, "ask_if_stale", return_value=lambda: False),
+    ):
+        yield
+
+
+def _leaves_a_gradient_out() -> AbstractContextManager[Any]:
+    """The norm lacks the first gradient."""
+    compute = norm.norm_of_gradients
+    return mock.patch.object(norm, "norm_of_gradients", lambda grads, *rest: compute(list(grads)[1:], *rest))
+
+
+def _updates_twice() -> AbstractContextManager[Any]:
+    """Parameters whose gather waits for their update are updated twice."""
+    step = train_step.step_without_hooks
+
+    def twice(optimizer: torch.optim.Optimizer) -> None:
+        step(optimizer)
+        step(optimizer)
+
+    return mock.patch.object(train_step, "step_without_hooks", twice)
+
+
+def _loses_states() -> AbstractContextManager[Any]:
+    """The optimizer's state is that from before the step."""
+    return mock.patch.object(local, "_take_back", return_value=None)
+
+
 MUTATIONS: dict[str, Mutation] = {
     "a wrong divisor": _sums,
     "a lost hook": _loses_hooks,
@@ -200,6 +241,10 @@ MUTATIONS: dict[str, Mutation] = {
     "a mask drawn again": _draws_again,
     "a budget exceeded": _exceeds_the_budget,
     "a choice by rank": _chooses_by_rank,
+    "a gather before the update": _gathers_before_the_update,
+    "a norm without a gradient": _leaves_a_gradient_out,
+    "an update twice": _updates_twice,
+    "a lost state": _loses_states,
 }
 
 

@@ -130,6 +130,7 @@ class Program:
         sharding: further calls on the sharded model, as code.
         options: the backend's options: name and code.
         optimizer: code that makes the optimizer of `params`.
+        on_shards: whether the optimizer steps as in a `TrainStep`.
         in_backward: whether optimizers step in post-accumulate-grad hooks.
         other: the way that one rank takes in some steps when the other ranks call a layer: a name of `OTHERS`, or "".
         other_at: the position of that call in `calls`.
@@ -155,6 +156,7 @@ class Program:
     sharding: tuple[str, ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     optimizer: str = "torch.optim.SGD(params, lr=0.1)"
+    on_shards: bool = False
     in_backward: bool = False
     other: str = ""
     other_at: int = 0

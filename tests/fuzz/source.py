@@ -22,6 +22,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from compiled_fsdp import compiled_autograd, explain, fully_shard as ours, replicate as our_replicate
+from compiled_fsdp.optim.norm import norm_of_gradients
+from compiled_fsdp.training.train_step import Update
 from tests.harness.budgets import tight_for
 from tests.harness.symm_mem import symm_mem_from_now_on
 """
@@ -303,11 +305,26 @@ def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: 
         lines.add('[m.reshard() for m in model.modules() if way == "fsdp2" and hasattr(m, "reshard")]')
     if program.in_backward and not lines.all_sharded:
         lines.add("[step(p) for p in params if not sharded and p.grad is not None]")
+    if program.on_shards and not program.in_backward:
+        _update(lines, number, step)
+        return
     if step.clip and not program.in_backward:
         lines.add(f'note("step {number}: norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))')
     lines.add(f'look(note, "step {number}", model, loss)')
     if not program.in_backward:
         lines.add(f"optimizer.step(), optimizer.zero_grad({'set_to_none=False' if step.zero else ''})")
+
+
+def _update(lines: Lines, number: int, step: Step) -> None:
+    """Write clipping and update as in a `TrainStep`."""
+    lines.add(f'look(note, "step {number}", model, loss)')
+    lines.add('update = Update(optimizer) if way == "ours" else optimizer')
+    if step.clip:
+        ours = "norm_of_gradients(p.grad for p in model.parameters() if p.grad is not None)"
+        theirs = "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
+        lines.add(f'norm = {ours} if way == "ours" else {theirs}\nnote("step {number}: norm", norm)')
+        lines.add("update.clip = 0.1, norm")
+    lines.add(f"update.step(), optimizer.zero_grad({'set_to_none=False' if step.zero else ''})")
 
 
 def _backward(lines: Lines, program: Program, backward: str) -> None:
