@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from compiled_fsdp.compat.modules import tree_flatten, tree_unflatten
 from compiled_fsdp.compat.optim import has_hooks, step_without_hooks
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
@@ -163,7 +163,7 @@ class TrainStep:
         """Clip, update, and drop the gradients."""
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         if self.scaler is not None:
-            self.scaler.unscale_(self._update)  # type: ignore[arg-type]  # it reads ``param_groups``, and calls ``step``
+            self.scaler.unscale_(self._update)  # type: ignore[arg-type]  # it takes it for an optimizer
         if self._max_norm is not None:
             grads = [grad for param in self.model.parameters() if (grad := param.grad) is not None]
             self.norm = norm_of_gradients(grads, self._norm_type)
