@@ -26,7 +26,7 @@ BY_ELEMENT = {
 
 def treats_elements_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer gives the same numbers on parts of its parameters."""
-    return type(optimizer) in BY_ELEMENT
+    return type(optimizer) in BY_ELEMENT and not optimizer.defaults.get("differentiable")
 
 
 def local(tensor: Any) -> Any:
@@ -67,8 +67,10 @@ def on_shards(optimizer: torch.optim.Optimizer) -> Iterator[dict[Tensor, Tensor]
 def _plain(param: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return param
-    tensor = local_of(param).detach()
-    tensor.grad = local(param.grad)
+    tensor, grad = local_of(param).detach(), local(param.grad)
+    if grad is not None and grad.dtype != tensor.dtype:
+        tensor.grad_dtype = grad.dtype
+    tensor.grad = grad
     return tensor
 
 

@@ -163,7 +163,8 @@ class AllGatherPrefetcher:
         return [parameter for parameter in found if parameter is not None]
 
     def launch_next_forward(self) -> None:
-        """Launch the first gather of the next forward, if it is known. Call it after ``next_forward``."""
+        """Launch the first gather of the next forward, if it is known. It ends the run."""
+        self.close()
         if self.order.next is not None and not self.order.next.backward:
             if not self._ends_at_exit:
                 self._ends_at_exit = True

@@ -94,11 +94,14 @@ class TrainStep:
         self._max_norm, self._norm_type = max_norm, norm_type
         self._count, self._defers = microbatches, microbatches > 1 and reduce == "last"
         self._update = Update(optimizer)
+        given = Options.parse(options)
+        # a CUDA graph cannot take a gather that is in flight when it is replayed
+        ahead = not given.inductor.get("triton.cudagraphs", False)
         compile_with: Any = torch.compile  # Any, because its annotation takes dictionaries only
         self._loss = compile_with(
             lambda *args, **kwargs: loss_fn(model, *args, **kwargs),
             backend="compiled_fsdp",
-            options=replace(Options.parse(options), gathers_ahead=True),
+            options=replace(given, gathers_ahead=ahead),
         )
         where = "this rank's shards" if self._update.on_shards else "DTensors, because it may not treat elements alone"
         name = type(optimizer).__name__
@@ -115,13 +118,19 @@ class TrainStep:
 
         Raises:
             ValueError: a tensor cannot be divided into the microbatches.
+
+        After any error the gradients of this step are dropped, so that the next one begins anew.
         """
         losses = []
-        with self._reducing_last() as reduce_now:
-            for number, (own_args, own_kwargs) in enumerate(self._divided(args, kwargs)):
-                reduce_now(number == self._count - 1)
-                losses.append(self._backward(own_args, own_kwargs))
-        self._end()
+        try:
+            with self._reducing_last() as reduce_now:
+                for number, (own_args, own_kwargs) in enumerate(self._divided(args, kwargs)):
+                    reduce_now(number == self._count - 1)
+                    losses.append(self._backward(own_args, own_kwargs))
+            self._end()
+        except BaseException:
+            self._forget()
+            raise
         return losses[0] if self._count == 1 else torch.stack(losses).mean()
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
@@ -144,6 +153,13 @@ class TrainStep:
             yield reduce_now
         finally:
             reduce_now(True)
+
+    def _forget(self) -> None:
+        """Drop the gradients of a step that failed, those of its earlier microbatches, too."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reset_iter_state()
+        self.model.zero_grad()
 
     def _divided(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
         if self._count == 1:
@@ -197,6 +213,7 @@ class Update:
         if not self.on_shards:
             self._clip(params)
             self.optimizer.step()
+            RUNTIME.prefetcher.launch_next_forward()
             return
         with on_shards(self.optimizer) as plain:
             self._clip(list(plain.values()))

@@ -126,6 +126,22 @@ def test_every_optimizer(rank, world_size):
 
 
 @distributed(world_size=2)
+def test_gradients_of_another_dtype(rank, world_size):
+    """As `param.grad_dtype` allows."""
+    models = [shard(small(), torch_fully_shard) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    for _ in range(2):
+        for model in models:
+            for param in model.parameters():
+                param.grad_dtype = torch.bfloat16
+                param.grad = param.detach().bfloat16()
+        with on_shards(optimizers[0]):
+            optimizers[0].step()
+        optimizers[1].step()
+    assert_equal(state_of(models[0], optimizers[0]), state_of(models[1], optimizers[1]))
+
+
+@distributed(world_size=2)
 def test_accumulation(rank, world_size):
     for (name, build), each in itertools.product(BUILD.items(), (False, True)):
         ours, theirs = shard(build(), fully_shard), shard(build(), torch_fully_shard)
@@ -316,24 +332,32 @@ def test_errors(rank, world_size):
 
 @distributed(world_size=2)
 def test_errors_in_the_middle(rank, world_size):
-    """An error in a loss or in an optimizer leaves everything as it was, and the next step is right."""
+    """An error in a loss, in either microbatch, or in an optimizer: the next step is right."""
     ours, theirs = shard(small(), fully_shard), shard(small(), torch_fully_shard)
     optimizers = [OPTIMIZERS["AdamW"](model) for model in (ours, theirs)]
-    fails = False
+    calls, fails_at = 0, None
 
     def loss_fn(model, tokens, targets):
-        if fails:
+        loss = cross_entropy(model, tokens, targets)
+        return count_call(loss)
+
+    @torch.compiler.disable
+    def count_call(loss):
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
             raise RuntimeError("a bad batch")
-        return cross_entropy(model, tokens, targets)
+        return loss
 
     step = TrainStep(ours, optimizers[0], loss_fn, microbatches=2, max_norm=0.5, options=AOT)
-    for number in range(4):
+    for number in range(5):
         data = batch(rank, number)
-        if number == 2:
-            fails = True
+        if number in (1, 2):
+            fails_at = calls + number  # the first microbatch, or the second one
             with pytest.raises(RuntimeError, match="a bad batch"):
                 step(*data)
-            fails = False
+            assert all(p.grad is None for p in ours.parameters())
+        if number == 3:
             with on_shards(optimizers[0]), pytest.raises(KeyError):
                 optimizers[0].param_groups[0].pop("lr") and optimizers[0].step()
             optimizers[0].param_groups[0]["lr"] = 0.01
