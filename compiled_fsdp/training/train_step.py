@@ -44,9 +44,9 @@ class TrainStep:
         optimizer.step()
         optimizer.zero_grad()
 
-    and takes less time: the model and its loss are compiled as one function, the norm has a single all-reduce, the
-    optimizer works on this rank's shards and not on DTensors, and the first gather of the next step is launched as soon
-    as its shards are updated.
+    and takes less time: the model and its loss are compiled as one function, the norm and the optimizer work on this
+    rank's shards and not on DTensors, and the first gather of the next step is launched as soon as its shards are
+    updated.
 
     Args:
         model: a module to which ``fully_shard`` or ``replicate`` was applied.
