@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim._muon import _adjust_lr as adjusted_lr
 from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.optim.optimizer import _to_scalar as scalar
 
 __all__ = ["adjusted_lr", "foreach_norm", "has_hooks", "newton_schulz", "scalar", "step_without_hooks"]
@@ -24,5 +25,6 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user has registered hooks around this optimizer's steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Whether hooks run around this optimizer's steps, or behind the steps of all optimizers."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_post_hooks)

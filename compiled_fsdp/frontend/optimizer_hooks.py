@@ -41,13 +41,7 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) != _calls:
         _check(optimizer)
-    if (
-        RUNTIME.follower.is_active
-        or not RUNTIME.prefetcher.idle
-        or retaining_units()
-        or RUNTIME.follower.backwards.keeps
-    ):
-        forget_gathered([param for group in optimizer.param_groups for param in group["params"]])
+    forget_gathered([param for group in optimizer.param_groups for param in group["params"]])
 
 
 def forget_gathered(written: Sequence[torch.Tensor]) -> None:

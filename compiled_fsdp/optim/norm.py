@@ -26,12 +26,14 @@ def norm_of_gradients(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor
         grads: DTensors, or tensors that are equal on all ranks.
         norm_type: the p of the p-norm; ``math.inf`` for the largest absolute value.
 
-    Returns: a tensor of shape [] with the dtype of the gradients.
+    Returns: a tensor of shape [] with the dtype of the gradients; 0 if there are none.
     """
     whole = [
         _of_whole_gradients(torch.stack(foreach_norm(parts, norm_type)), layout, norm_type)
         for layout, parts in _by_layout(grads).items()
     ]
+    if not whole:
+        return torch.zeros(())
     return torch.linalg.vector_norm(torch.cat([norm.to(whole[0].device) for norm in whole]), norm_type)
 
 
@@ -39,7 +41,9 @@ def _by_layout(grads: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
     """This rank's parts by mesh and placements; None for tensors that are no DTensors."""
     found = defaultdict[Any, list[Tensor]](list)
     for grad in grads:
-        found[(grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None].append(local(grad))
+        layout, part = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None, local(grad)
+        # of no elements torch computes no norm of infinite order
+        found[layout].append(part if part.numel() else part.new_zeros(1))
     return found
 
 

@@ -83,7 +83,7 @@ class TrainStep:
         scaler: torch.amp.GradScaler | None = None,
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
-        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        if not _sharded_modules(model):
             raise ValueError("compiled_fsdp: TrainStep needs a sharded model. Call fully_shard(model) before.")
         if microbatches < 1:
             raise ValueError(f"compiled_fsdp: TrainStep: 'microbatches' must be at least 1, but got {microbatches!r}.")
@@ -143,10 +143,10 @@ class TrainStep:
     @contextlib.contextmanager
     def _reducing_last(self) -> Iterator[Callable[[bool], None]]:
         """Yields a function that says whether the next microbatch reduces; at the end, all do again."""
-        outermost = [m for m in self.model.modules() if isinstance(m, FSDPModule)] if self._defers else []
+        modules = _sharded_modules(self.model) if self._defers else []
 
         def reduce_now(whether: bool) -> None:
-            for module in outermost:
+            for module in modules:
                 module.set_requires_gradient_sync(whether, recurse=False)
 
         try:
@@ -156,9 +156,8 @@ class TrainStep:
 
     def _forget(self) -> None:
         """Drop the gradients of a step that failed, those of its earlier microbatches, too."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reset_iter_state()
+        for module in _sharded_modules(self.model):
+            module.reset_iter_state()
         self.model.zero_grad()
 
     def _divided(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -191,6 +190,10 @@ class TrainStep:
             self.scaler.update()
         for param in params:
             param.grad = None
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 class Update:

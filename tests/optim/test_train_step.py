@@ -16,10 +16,13 @@ from torch.distributed._composable.replicate_with_fsdp import replicate as torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from compiled_fsdp import Muon, TrainStep, fully_shard, replicate
 from compiled_fsdp.optim.local import BY_ELEMENT, on_shards
+from compiled_fsdp.optim.norm import norm_of_gradients
 from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import distributed, shard
 from tests.harness.checkpoints import state_of
@@ -299,20 +302,44 @@ def test_optimizers_that_need_whole_tensors(rank, world_size):
     assert "Muon works on DTensors, because it may not treat elements alone" in said.getvalue()
 
 
+@pytest.mark.parametrize("of_all", [False, True])
 @distributed(world_size=2)
-def test_hooks_run_once_and_after_the_whole_update(rank, world_size):
-    ours, theirs = shard(small(), fully_shard), shard(small(), torch_fully_shard)
-    seen: list[str] = []
+def test_hooks_run_once_and_after_the_whole_update(rank, world_size, of_all):
+    """Those of the optimizer, and those of all optimizers."""
+    model = shard(small(), fully_shard)
+    optimizer = OPTIMIZERS["AdamW"](model)
+    seen: list[list[torch.Tensor]] = []
 
-    def optimizer_of(model):
-        optimizer = OPTIMIZERS["AdamW"](model)
-        if model is ours:
-            optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-            optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-        return optimizer
+    def note(optimizer, *_):
+        seen.append([p.clone() for group in optimizer.param_groups for p in group["params"]])
 
-    assert_same_steps(ours, theirs, optimizer_of, max_norm=0.5)
-    assert seen == ["before", "after"] * 3
+    hooks = [register_optimizer_step_post_hook(note) if of_all else optimizer.register_step_post_hook(note)]
+    if not of_all:
+        hooks.append(optimizer.register_step_pre_hook(note))
+    step = TrainStep(model, optimizer, cross_entropy, max_norm=0.5, options=AOT)
+    params = [p.detach().to_local() for group in optimizer.param_groups for p in group["params"]]
+    for number in range(4):
+        before = [p.clone() for p in params]
+        step(*batch(rank, number))
+        assert_equal(seen, [params] if of_all else [before, params])
+        seen.clear()
+    for hook in hooks:
+        hook.remove()
+
+
+@distributed(world_size=4)
+def test_norm_of_gradients_on_several_meshes(rank, world_size):
+    """torch's own refuses them. Here they are compared with whole tensors, uneven ones and empty shards included."""
+    flat = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(shape, generator=generator) for shape in ((5, 4), (2, 3), (6, 4), (3, 3), (4,))]
+    layouts = [(flat, [Shard(0)])] * 2 + [(mesh, [Shard(0), Shard(1)]), (mesh, [Replicate(), Shard(0)])]
+    grads = [distribute_tensor(t, *layout) for t, layout in zip(whole[:4], layouts, strict=True)] + whole[4:]
+    for norm_type in (1.0, 2.0, 3.0, float("inf")):
+        expected = torch.linalg.vector_norm(torch.cat([t.flatten() for t in whole]), norm_type)
+        torch.testing.assert_close(norm_of_gradients(grads, norm_type), expected)
+    assert norm_of_gradients([]) == 0
 
 
 @distributed(world_size=2)
