@@ -29,7 +29,8 @@ from tests.harness.checkpoints import state_of
 from tests.harness.models import BUILD, batch, small
 from tests.harness.reference import assert_equal, full
 
-AOT = {"codegen": "aot_eager"}
+AOT = {"codegen": "aot_eager", "bucket": "module"}
+"""With a bucket for each unit, a part of the parameters is updated before the next gather, and a part behind it."""
 Optimizer = torch.optim.Optimizer
 
 
