@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.test_docs import ROOT, output_of
+from tests.test_docs import ROOT, output_of, save_program
 
 
 def without_numbers(text: str) -> str:
@@ -41,7 +41,7 @@ def test_programs_print_what_their_page_shows_but_for_numbers(page, number, libr
     if library == "torch" and torch.__version__ < "2.13":
         pytest.skip("before torch 2.13 an nn.Sequential that is compiled in place runs uncompiled")
     code, shown = shown_programs_of(page)[number]
-    (tmp_path / "program.py").write_text(code)
+    save_program(code, tmp_path / "program.py")
     program = str(tmp_path / "program.py")
     said = output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
     assert without_numbers(said) == without_numbers(shown)
@@ -93,7 +93,7 @@ def test_programs_print_what_their_page_shows(tmp_path, monkeypatch, page, numbe
     assert len(programs) == PROGRAMS[page]
     command, code, shown = programs[number]
     *flags, name = command.split()[1:]
-    (tmp_path / name).write_text(code)
+    save_program(code, tmp_path / name)
     said = output_of("-m", "torch.distributed.run", *flags, name, folder=tmp_path)
     # longer names of folders end lines elsewhere
     assert said.replace(f"{tmp_path}/", "").split() == shown.split()
@@ -131,7 +131,7 @@ def test_the_programs_of_pages_print_what_they_show(tmp_path, page):
     text = (ROOT / f"docs/{page}.md").read_text()
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     command, name = re.search(r"`torchrun ([^`]*) (\w+\.py)`", text).groups()
-    (tmp_path / name).write_text("\n".join(block[1] for block in blocks))
+    save_program("\n".join(block[1] for block in blocks), tmp_path / name)
     said = output_of("-m", "torch.distributed.run", "--standalone", *command.split(), str(tmp_path / name))
     (shown,) = re.findall(r"\A.*?^```text\n(.*?)^```", text[blocks[0].end() :], re.MULTILINE | re.DOTALL)
     if torch.__version__.startswith("2.13"):  # another torch saves other activations
@@ -154,7 +154,7 @@ def program_of(page: str, folder: Path) -> list[tuple[str, str | None]]:
             shown[-1] = block
     # the line between two blocks is empty in a reader's file, so that line numbers are the same
     cut = "print('-- cut', flush=True) if dist.get_rank() == 0 else None\n"
-    (folder / file).write_text(cut.join(codes) + "dist.destroy_process_group()\n")
+    save_program(cut.join(codes) + "dist.destroy_process_group()\n", folder / file)
     command = ("-m", "torch.distributed.run", "--standalone", *options.split(), file)
     with mock.patch.dict(os.environ, {"COMPILED_FSDP_CACHE_DIR": str(folder)}):  # for measure_hardware
         printed = output_of(*command, folder=folder).split("-- cut\n")
@@ -242,7 +242,7 @@ def test_the_first_program(tmp_path):
     (command,) = re.findall(r"^torchrun (.* first.py)$", page, re.MULTILINE)
     (line,) = re.findall(r"^fully_shard\(model\).*\n", first, re.MULTILINE)
     for program in (first, quickly(first.replace(line, on_a_mesh))):
-        (tmp_path / "first.py").write_text(program)
+        save_program(program, tmp_path / "first.py")
         said = torchrun(command, tmp_path)
         losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", said, re.MULTILINE)]
         assert len(losses) == 10
@@ -255,7 +255,7 @@ def test_the_first_program(tmp_path):
 def test_the_program_that_saves_and_resumes(tmp_path):
     """docs/getting-started.md, by its commands. A run that is resumed prints the line of the one that was not stopped;
     in bfloat16 it trains as well."""
-    (tmp_path / "train.py").write_text(quickly(blocks_of("getting-started")[1]))
+    save_program(quickly(blocks_of("getting-started")[1]), tmp_path / "train.py")
     (command, shown), (again, shown_again) = sessions_of("getting-started")
     without_a_stop = torchrun(command, tmp_path)
     assert re.findall(r"^epoch \d+", without_a_stop, re.MULTILINE) == re.findall(r"^epoch \d+", shown, re.MULTILINE)
@@ -272,7 +272,7 @@ def test_the_program_that_saves_and_resumes(tmp_path):
 @pytest.mark.more
 def test_the_program_of_the_page_of_checkpoints(tmp_path):
     """Its output is the page's, but for the losses' last digits, also resumed on another number of ranks."""
-    (tmp_path / "checkpoint.py").write_text(quickly(blocks_of("checkpoints")[0]))
+    save_program(quickly(blocks_of("checkpoints")[0]), tmp_path / "checkpoint.py")
     for command, shown in sessions_of("checkpoints"):
         printed = torchrun(command, tmp_path).splitlines()
         for line, expected in zip(printed, shown.splitlines(), strict=True):
@@ -283,7 +283,7 @@ def test_the_program_of_the_page_of_checkpoints(tmp_path):
 @pytest.mark.more
 def test_the_program_of_the_page_of_mixed_precision(tmp_path):
     """It prints the dtypes and bytes that the page shows."""
-    (tmp_path / "precision.py").write_text(quickly(blocks_of("mixed-precision")[0]))
+    save_program(quickly(blocks_of("mixed-precision")[0]), tmp_path / "precision.py")
     ((command, shown),) = sessions_of("mixed-precision")
     printed = torchrun(command, tmp_path)
     assert [line.split()[:-1] for line in printed.splitlines()] == [line.split()[:-1] for line in shown.splitlines()]

@@ -242,7 +242,9 @@ def test_reductions_that_are_waited_for_later(rank, world_size):
 @distributed(world_size=4)
 def test_the_recipe_of_the_documentation(rank, world_size):
     page = (Path(__file__).parents[2] / "docs/parallelism.md").read_text()
-    (recipe,) = re.findall(r"```python\n(for block in stage_module.*?)```", page, re.DOTALL)
+    (recipe,) = re.findall(
+        r"```python\n(for block in stage_module.*?)dist.destroy_process_group\(\)\n```", page, re.DOTALL
+    )
     expected = Pipeline(ONE_F_ONE_B, FSDP2)
     optimizer = torch.optim.AdamW(expected.parts.parameters())
     mesh = expected.mesh
