@@ -72,8 +72,8 @@ def limit_of(program: Program) -> float:
 
 
 def has_plain(program: Program) -> bool:
-    """Whether the unsharded model computes the same values: only without a policy, because it has none."""
-    return not program.policy
+    """Whether the unsharded model computes the same: it has no policy, and no gradients of unused parameters."""
+    return not program.policy and not any("reduce_scatter_unused_params" in call for call in program.sharding)
 
 
 def is_nearer(program: Program, ours: Notes, fsdp2: Notes, plain: Notes) -> bool:
