@@ -47,8 +47,8 @@ _POLICIES = {CheckpointPolicy.PREFER_RECOMPUTE: _AGAIN, CheckpointPolicy.PREFER_
 class _Level:
     """A choice for all of forward: by segment, what is computed again or saved, and the saved bytes."""
 
-    # Of how many segments the last one's end is saved, and the price of a saved byte.
-    stride: int
+    # The most segments of a group, whose end is saved, and the price of a saved byte.
+    most: int
     price: float
     policies: tuple[Mapping[str, CheckpointPolicy], ...]
     saved: tuple[int, ...]
@@ -150,12 +150,12 @@ class Choices:
         What the last segment saves is needed again at once, so at first a saved byte has the least price there.
         """
         level = functools.partial(self._segments.level, per_byte=per_byte)
-        strides = [1, *itertools.takewhile(lambda stride: stride < self._count, (2**power for power in range(1, 64)))]
-        tries = [(stride, price) for stride in strides for price in (PRICES if stride <= 2 else PRICES[-1:])]
-        levels = list(_least_costs(level(stride, price, PRICES[0]) for stride, price in tries))
+        sizes = [1, 2, 3, *itertools.takewhile(lambda most: most < self._count, (2**power for power in range(2, 64)))]
+        tries = [(most, price) for most in sizes for price in (PRICES if most <= 3 else PRICES[-1:])]
+        levels = list(_least_costs(level(most, price, PRICES[0]) for most, price in tries))
         yield from levels
         least = levels[-1]
-        for last in _least_costs(level(least.stride, least.price, price) for price in PRICES):
+        for last in _least_costs(level(least.most, least.price, price) for price in PRICES):
             if sum(last.saved) < sum(least.saved):
                 least = last
                 yield last
@@ -197,8 +197,8 @@ class _Segments:
         """The segment of a node; None for nodes that no segment has, as full parameters."""
         return self._place.get(name)
 
-    def level(self, stride: int, price: float, price_at_end: float, *, per_byte: float) -> _Level:
-        """The cheapest choice, with every ``stride``-th end of a segment saved.
+    def level(self, most: int, price: float, price_at_end: float, *, per_byte: float) -> _Level:
+        """The cheapest choice for groups of at most ``most`` segments, each of which ends with a saved result.
 
         Args:
             price: of a saved byte, as a multiple of ``per_byte``.
@@ -208,8 +208,9 @@ class _Segments:
         policies: list[dict[str, CheckpointPolicy]] = [{} for _ in self.items]
         saved, held, seconds = [0] * len(self.items), 0, 0.0
         end = len(self.items) - 1
-        for first in (*range(0, end, stride), end):
-            nodes = list(itertools.chain(*self.items[first : min(first + stride, end) if first < end else None]))
+        starts = self._groups(most, price * per_byte)
+        for first, after in zip(starts, [*starts[1:], None], strict=True):
+            nodes = list(itertools.chain(*self.items[first:after]))
             items = self._problem(nodes)
             again, kept = cheapest(items, (price if first < end else price_at_end) * per_byte, per_byte)
             for i in again | kept:
@@ -218,7 +219,24 @@ class _Segments:
                 saved[self._place[nodes[i].name]] += items[i].bytes or 0
             held = max(held, sum(items[i].bytes or 0 for i in again if items[i].seconds))
             seconds += sum(items[i].seconds or 0.0 for i in again)
-        return _Level(stride, price, tuple(policies), tuple(saved), held, seconds)
+        return _Level(most, price, tuple(policies), tuple(saved), held, seconds)
+
+    def _groups(self, most: int, price: float) -> list[int]:
+        """The first segments of groups, the last of which is the last segment: those whose saved ends cost least.
+
+        An end costs its bytes at ``price``. It saves the library kernel that makes it, which can be a layer's largest.
+        """
+        least, before = [0.0], [0]
+        for place, nodes in enumerate(self.items[:-1], 1):
+            cost = storage_bytes(nodes[-1]) * price - next(
+                filter(None, map(self._library_seconds, reversed(nodes))), 0.0
+            )
+            before.append(min(range(max(0, place - most), place), key=least.__getitem__))
+            least.append(least[before[-1]] + cost)
+        groups = [len(self.items) - 1]
+        while groups[-1]:
+            groups.append(before[groups[-1]])
+        return groups[::-1]
 
     def _problem(self, nodes: Sequence[Node]) -> tuple[Item, ...]:
         number = {node: i for i, node in enumerate(nodes)}

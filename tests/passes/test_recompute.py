@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes import cut
@@ -100,6 +100,27 @@ def planned(share=None):
         return explain(model).graphs, made
 
 
+class Uneven(nn.Module):
+    """Layers in two halves: the first one ends with a small product, the second one with a large one."""
+
+    def __init__(self, layers, checkpoints):
+        super().__init__()
+        self.small = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(64, 512, bias=False) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(512, 64, bias=False) for _ in range(layers))
+        self.head = nn.Linear(64, 64, bias=False)
+        self.checkpoints = checkpoints
+
+    def forward(self, x):
+        def layer(x, small, up, down):
+            x = x + small(torch.tanh(x))
+            return x + down(torch.tanh(up(x)))
+
+        for each in zip(self.small, self.up, self.down, strict=True):
+            x = checkpoint(layer, x, *each, use_reentrant=False) if self.checkpoints else layer(x, *each)
+        return self.head(x)
+
+
 class Skips(nn.Module):
     """Layers whose results are all used again in the end, so that nowhere all of forward passes through one."""
 
@@ -138,6 +159,19 @@ def test_less_memory_takes_more_compute():
         assert peak_of(less) <= share * peak_of(graphs)
         seconds.append(compute_of(less))
     assert seconds == sorted(set(seconds))
+
+
+def test_no_more_is_computed_again_than_by_checkpoints_of_layers():
+    """In the same memory: the result that is saved is a layer's, because then its largest product runs once."""
+    x, seconds, budget = torch.randn(2048, 64), [], {}
+    for checkpoints in (True, False):
+        with fake_group(4):
+            model = fully_shard(Uneven(8, checkpoints))
+            compiled(model, **budget)(x).sum().backward()
+            graphs = explain(model).graphs
+        budget = {"memory_budget": peak_of(graphs)}
+        seconds.append(compute_of(graphs))
+    assert seconds[1] <= seconds[0]
 
 
 def test_the_bound_grows_as_there_is_less_room():
