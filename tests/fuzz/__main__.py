@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.fuzz import execute
 from tests.fuzz.generate import generate
 from tests.fuzz.judge import AFTER_OTHERS, Judge, Kind, Verdict
 from tests.fuzz.mutations import MOST_PROGRAMS, MUTATIONS
@@ -58,6 +59,9 @@ def _arguments() -> argparse.Namespace:
         "--ranks-differ", type=float, default=0.1, help="the share of models with a rank that runs other code at times"
     )
     parser.add_argument("--budgets", type=float, default=0.2, help="the share of models with a small memory budget")
+    parser.add_argument(
+        "--equal-layers", type=float, default=0.2, help="the share of models with equal layers that are traced once"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no program after so many")
     parser.add_argument(
         "--out", type=Path, default=Path("build/fuzz"), help="folder for findings, and a line per program"
@@ -79,6 +83,7 @@ def _campaign(judge: Judge, arguments: argparse.Namespace) -> int:
     modes = _modes(arguments, MODES)
     arguments.out.mkdir(parents=True, exist_ok=True)
     counts: Counter[tuple[str, str]] = Counter()
+    traced_once: Counter[str] = Counter()
     deadline = time.monotonic() + 60 * arguments.minutes
     findings = 0
     for program in itertools.islice(_programs(arguments, modes), arguments.programs):
@@ -88,14 +93,16 @@ def _campaign(judge: Judge, arguments: argparse.Namespace) -> int:
         verdict = judge.verdict(program)
         seconds = time.monotonic() - began
         counts[program.mode, verdict.kind.value] += 1
+        layers = sum(judge.pool.get(program.world).run(execute.take_traced_once)[0])
+        traced_once[program.mode] += layers > 0
         with (arguments.out / "programs.jsonl").open("a") as file:
             line = {"seed": program.seed, "mode": program.mode, "world": program.world, "verdict": verdict.kind.value,
-                    "about": verdict.about, "seconds": round(seconds, 1)}  # fmt: skip
+                    "about": verdict.about, "layers traced once": layers, "seconds": round(seconds, 1)}  # fmt: skip
             file.write(json.dumps(line) + "\n")
         if verdict.is_finding:
             findings += 1
             _keep(judge, program, verdict, arguments)
-    _print_counts(counts)
+    _print_counts(counts, traced_once)
     return findings
 
 
@@ -103,7 +110,9 @@ def _programs(arguments: argparse.Namespace, modes: tuple[str, ...]) -> Iterator
     """Yield the programs of the seeds from the first one on, without end."""
     by_inductor = 0
     for seed in itertools.count(arguments.seed):
-        program = generate(seed, modes, arguments.scripts, arguments.ranks_differ, arguments.budgets)
+        program = generate(
+            seed, modes, arguments.scripts, arguments.ranks_differ, arguments.budgets, arguments.equal_layers
+        )
         by_inductor += program.mode == "inductor"
         model = -(-by_inductor // arguments.scripts)
         if program.mode != "inductor" or model % arguments.inductor_one_in == 0:
@@ -151,19 +160,21 @@ def _mutations(pool: Pool, arguments: argparse.Namespace) -> int:
 def _first_finding(pool: Pool, mutation: str, arguments: argparse.Namespace) -> tuple[int, Verdict] | None:
     """Return the number and the verdict of the first program that finds a mutation, and is right without it."""
     for number in range(MOST_PROGRAMS):
-        program = generate(arguments.seed + number, _modes(arguments, QUICK), budgets=arguments.budgets)
+        shares = {"budgets": arguments.budgets, "equal_layers": arguments.equal_layers}
+        program = generate(arguments.seed + number, _modes(arguments, QUICK), **shares)
         verdict = Judge(pool, mutation).verdict(program)
         if verdict.is_finding and not Judge(pool).verdict(program).is_finding:
             return number + 1, verdict
     return None
 
 
-def _print_counts(counts: Counter[tuple[str, str]]) -> None:
+def _print_counts(counts: Counter[tuple[str, str]], traced_once: Counter[str]) -> None:
+    """Print the number of programs for each mode and verdict, and of those with layers that were traced once."""
     kinds = [kind.value for kind in Kind if any(key[1] == kind.value for key in counts)]
-    print("| mode | programs | " + " | ".join(kinds) + " |\n|" + "---|" * (2 + len(kinds)))
+    print("| mode | programs | " + " | ".join(kinds) + " | layers traced once |\n|" + "---|" * (3 + len(kinds)))
     for mode in dict.fromkeys(mode for mode, _ in counts):
         row = [counts[mode, kind] for kind in kinds]
-        print(f"| {mode} | {sum(row)} | " + " | ".join(map(str, row)) + " |")
+        print(f"| {mode} | {sum(row)} | " + " | ".join(map(str, (*row, traced_once[mode]))) + " |")
 
 
 if __name__ == "__main__":

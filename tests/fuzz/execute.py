@@ -18,6 +18,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from compiled_fsdp.compat import region_calls
+from compiled_fsdp.compiler import equal_layers
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from tests.fuzz.source import COMPILED, IMPORTS, TRAIN
 from tests.harness.budgets import GIVEN
@@ -31,6 +33,9 @@ PROGRAM = "<program"
 OBJECTS = 100_000
 """New objects between two garbage collections. With Python's default of 700, collections take a sixth of the time."""
 
+
+traced_once: list[int] = []
+"""For each graph of this process whose equal layers were traced once, how many layers these were."""
 
 _compiled: dict[str, types.ModuleType] = {}
 """The module of the last program that compiled_fsdp compiled, by the text of its model."""
@@ -73,6 +78,7 @@ def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -
     with (
         warnings.catch_warnings(),
         _without_diagnoses(),
+        _layers_counted(),
         torch._dynamo.config.patch(recompile_limit=64),
         # with donated buffers torch's backends refuse a second backward, and then there are no values to compare
         torch._functorch.config.patch(donated_buffer=way not in ("torch", "partitioned")),
@@ -112,6 +118,29 @@ def _without_diagnoses() -> Iterator[None]:
         torch._dynamo.config.patch(side_effect_replay_policy="silent"),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _layers_counted() -> Iterator[None]:
+    """Count layers that are traced once. Take back what the program sets (`tests/harness/short_layers.py`)."""
+    inline = region_calls._inline
+
+    def counted(gm: Any, layers: Any) -> None:
+        inline(gm, layers)
+        traced_once.append(len(layers))
+
+    with (
+        mock.patch.object(region_calls, "_inline", counted),
+        mock.patch.object(equal_layers, "LEAST_CALLS", equal_layers.LEAST_CALLS),
+    ):
+        yield
+
+
+def take_traced_once(rank: int, world_size: int) -> list[int]:
+    """Return `traced_once`, and begin to count anew."""
+    taken = list(traced_once)
+    traced_once.clear()
+    return taken
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.fuzz.layers import ALONE, KINDS, NO_GRADIENTS, TOGGLES, WRITE_TO_BUFFERS
+from tests.fuzz.layers import ALONE, IN_CHAINS, KINDS, NO_GRADIENTS, TOGGLES, WRITE_TO_BUFFERS
 from tests.fuzz.program import MODES, OTHERS, Layer, Program, Step
 from tests.fuzz.source import DIVISOR
 
@@ -54,7 +54,12 @@ BUDGETS = ("tight(0)", "tight(0.05)", "tight(0.2)", "tight(0.5)", "tight(0.9)")
 
 
 def generate(
-    seed: int, modes: Sequence[str] = MODES, scripts: int = 1, ranks_differ: float = 0.1, budgets: float = 0.2
+    seed: int,
+    modes: Sequence[str] = MODES,
+    scripts: int = 1,
+    ranks_differ: float = 0.1,
+    budgets: float = 0.2,
+    equal_layers: float = 0.2,
 ) -> Program:
     """Return the program of a seed. Consecutive seeds take the `modes` in turn.
 
@@ -64,10 +69,13 @@ def generate(
         scripts: how many consecutive seeds have the same model, sharded and run in the same way.
         ranks_differ: the share of models for which one rank runs other code in some steps.
         budgets: the share of models that have a small memory budget, of those that compiled_fsdp plans.
+        equal_layers: the share of models with a chain of equal layers that are traced once, of those that are one
+            graph without symbolic sizes.
     """
     number = seed // scripts
     mode = modes[number % len(modes)]
     program = _Draw(str(number), mode).program()
+    program = _Draw(f"equal layers of {number}", mode).equal_layers(program, equal_layers)
     program = _Draw(f"transport of {number}", mode).transport(program)
     program = _Draw(f"budget of {number}", mode).budget(program, budgets)
     program = _Draw(f"ranks of {number}", mode).other(program, ranks_differ)
@@ -154,7 +162,7 @@ class _Draw:
         )
         # no complex layer with a policy, which would narrow it, or a dtype, which would cast it; more often "summed",
         # because the gradients of its two parameters are one tensor
-        left_out = ALONE if policy or dtype or depth else set()
+        left_out = IN_CHAINS | (ALONE if policy or dtype or depth else set())
         kind = self.random.choice([*(kind for kind in KINDS if kind not in left_out), "summed", "summed"])
         # compiled, a checkpoint's recomputation does not write to buffers; in eager mode it does
         inner = () if kind in ALONE else inner
@@ -165,6 +173,30 @@ class _Draw:
             checkpoint=self.random.choice(CHECKPOINTS) if may_be_checkpointed and self.chance(0.15) else "",
             frozen=self.random.choice(("all", "first")) if self.chance(0.12) else "", dtype=dtype, inner=inner,
         )  # fmt: skip
+
+    def equal_layers(self, program: Program, share: float) -> Program:
+        """Return the program, perhaps with equal layers at its end that AOTAutograd traces once.
+
+        One of them may differ: in what is frozen, or as another layer in the middle.
+        """
+        if self.mode not in ("aot_eager", "inductor") or not self.chance(share):
+            return program
+        own = Layer(self.random.choice(sorted(IN_CHAINS)), unit=self.chance(0.5))
+        layer = self.random.choice((*program.layers, own))
+        chain = [layer] * self.random.choice((3, 4, 5))
+        if self.chance(0.2):
+            chain[self.random.randrange(len(chain))] = dataclasses.replace(layer, frozen="first")
+        if self.chance(0.2):
+            chain.insert(self.random.randrange(len(chain)), self.random.choice(program.layers))
+        calls = [len(program.layers) + i for i in range(len(chain))]
+        if self.chance(0.1):
+            calls.append(calls[0])
+        return dataclasses.replace(
+            program,
+            layers=(*program.layers, *chain),
+            calls=(*program.calls, *calls),
+            options=(*program.options, ("trace_equal_layers_once", "True")),
+        )
 
     # ---- how it is sharded -------------------------------------------------------------------------------------------
     def options(self) -> tuple[tuple[str, str], ...]:

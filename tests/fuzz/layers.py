@@ -220,8 +220,19 @@ KINDS = {
         LINEAR,
         "with torch.set_grad_enabled(not self.training):\n    y = self.inner(x)\nreturn x + self.inner(x) + y.detach()",
     ),
+    "own constant": Kind(
+        f"{TWO}\nself.how = ('none', 'tanh')[torch.randint(2, ()).item()]",
+        "return x + self.b(F.gelu(self.a(x), approximate=self.how))",
+    ),
+    "own dropout": Kind(
+        f"{TWO}\nself.share = (0.25, 0.5)[torch.randint(2, ()).item()]",
+        "return x + self.b(F.dropout(torch.tanh(self.a(x)), self.share, self.training))",
+    ),
 }
 """The kinds by name."""
+
+IN_CHAINS = {"own constant", "own dropout"}
+"""Kinds whose layers have constants of their own, so that not all layers of a chain are equal."""
 
 TOGGLES = {
     "which": ("which = 1",),

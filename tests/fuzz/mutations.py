@@ -15,7 +15,8 @@ import torch.distributed as dist
 from compiled_fsdp.buckets import collectives, host_copies, transport
 from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec
-from compiled_fsdp.compiler import compilation
+from compiled_fsdp.compat import region_calls
+from compiled_fsdp.compiler import compilation, equal_layers
 from compiled_fsdp.optim import local, norm
 from compiled_fsdp.passes import recompute, reshard
 from compiled_fsdp.ranks.agreement import Agreement, Follows
@@ -225,6 +226,32 @@ def _loses_states() -> AbstractContextManager[Any]:
     return mock.patch.object(local, "_take_back", return_value=None)
 
 
+def _gives_gradients_away() -> AbstractContextManager[Any]:
+    """A parameter of the first of the equal layers gets the gradient of the same parameter of another one."""
+    run = region_calls._Inlining.run
+    earlier: dict[tuple[Any, ...], Any] = {}
+
+    def run_and_swap(self: Any) -> None:
+        users = [] if self.backward is None else [user for each in self.backward.users for user in each.users]
+        run(self)
+        for reduction in (user for user in users if "reduce_grad" in str(user.target)):
+            key = (self.graph, *map(str, reduction.args[2:4]), *reduction.args[0].meta["val"].shape)
+            later = earlier.setdefault(key, reduction)
+            if later is not reduction and reduction.args[0] < later:
+                later.replace_input_with(later.args[0], reduction.args[0])
+
+    return mock.patch.object(region_calls._Inlining, "run", run_and_swap)
+
+
+def _takes_other_layers_for_equal() -> AbstractContextManager[Any]:
+    """Layers that differ only in constants are traced as one."""
+
+    def without_constants(node: Any, of_node: Callable[[Any], Any]) -> tuple[Any, ...]:
+        return node.target, tuple(map(of_node, node.all_input_nodes)), ()
+
+    return mock.patch.object(equal_layers, "form_of_arguments", without_constants)
+
+
 MUTATIONS: dict[str, Mutation] = {
     "a wrong divisor": _sums,
     "a lost hook": _loses_hooks,
@@ -245,6 +272,8 @@ MUTATIONS: dict[str, Mutation] = {
     "a norm without a gradient": _leaves_a_gradient_out,
     "an update twice": _updates_twice,
     "a lost state": _loses_states,
+    "a gradient of another layer": _gives_gradients_away,
+    "a constant of another layer": _takes_other_layers_for_equal,
 }
 
 

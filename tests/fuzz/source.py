@@ -25,6 +25,7 @@ from compiled_fsdp import compiled_autograd, explain, fully_shard as ours, repli
 from compiled_fsdp.optim.norm import norm_of_gradients
 from compiled_fsdp.training.train_step import Update
 from tests.harness.budgets import tight_for
+from tests.harness.short_layers import trace_short_layers_once
 from tests.harness.symm_mem import symm_mem_from_now_on
 """
 
@@ -170,6 +171,8 @@ def _compile(lines: Lines, program: Program) -> None:
         others = "".join(f", {key}={value}" for key, value in options.items() if key != "memory_budget")
         budgets = f"tight_for(model, {_batch(program, 0, str(largest))}{others})"
         lines.add(f'tight = {budgets} if way == "ours" else lambda share: None')
+    if "trace_equal_layers_once" in options:
+        lines.add("trace_short_layers_once()")
     if "transport" in options:
         lines.add("symm_mem_from_now_on()  # torch has kernels for GPUs only")
     if program.mode == "torch's aot_eager":
