@@ -27,7 +27,8 @@ def add_call(graph: Graph, target: Any, *args: Any) -> Node:
 def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) -> list[Node]:
     """Replace ``node``, or the elements that are taken from it, by the ATen calls of ``function(*tensors)``.
 
-    The function runs once with fake tensors, and its calls are recorded into the graph. Returns the new nodes.
+    The function runs once with fake tensors, and its calls are recorded into the graph, but not views that change
+    nothing or that only another view needs. Returns the new nodes.
     """
     graph = node.graph
     with graph.inserting_before(node), fake_mode_of([value(t) for t in tensors]):
@@ -45,6 +46,10 @@ def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) ->
     else:
         node.replace_all_uses_with(recorder.node_of(result))
     graph.erase_node(node)
+    for added in reversed(recorder.added):
+        if not added.users and added.target is aten.view.default:
+            graph.erase_node(added)
+            recorder.added.remove(added)
     return recorder.added
 
 
@@ -60,6 +65,7 @@ class _Recorder(TorchDispatchMode):
         self.added: list[Node] = []
         # Holds the tensors, because the id of one that is freed could be given to another.
         self._known = {id(tensor): (tensor, node) for tensor, node in known}
+        self._viewed: dict[int, torch.Tensor] = {}  # for the result of a view, the contiguous tensor that it views
 
     def node_of(self, tensor: Any) -> Any:
         """The node of a tensor or of a symbolic size; anything else is returned unchanged."""
@@ -76,7 +82,17 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._to_copy.default:  # Inductor has no lowering for it
             return self._cast(args[0], **(kwargs or {}))
+        is_view, changes_nothing = func is aten.view.default, False
+        if is_view:
+            args = self._viewed.get(id(args[0]), args[0]), *args[1:]
         out = func(*args, **(kwargs or {}))
+        if is_view or func is aten.slice.Tensor:
+            changes_nothing = _have_same_layout(args[0], out)
+            if (is_view or changes_nothing) and _is_static(args[0]) and args[0].is_contiguous():
+                self._viewed[id(out)] = self._viewed.get(id(args[0]), args[0])
+        if changes_nothing:
+            self._known[id(out)] = out, self.node_of(args[0])
+            return out
         if not isinstance(out, (torch.Tensor, list, tuple)) and not func._schema.is_mutable:  # such as a device query
             return out
         node = self._add(func, out, map_aggregate(args, self.node_of), map_aggregate(kwargs or {}, self.node_of))
@@ -98,6 +114,17 @@ class _Recorder(TorchDispatchMode):
         self.added.append(node)
         self._known[id(out)] = out, node
         return node
+
+
+def _is_static(tensor: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride()))
+
+
+def _have_same_layout(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a view of ``tensor`` begins where ``tensor`` does and has its sizes and strides."""
+    if not (_is_static(tensor) and _is_static(view)) or tensor.storage_offset() != view.storage_offset():
+        return False
+    return (tensor.shape, tensor.stride()) == (view.shape, view.stride())
 
 
 # the source location of a node, which profilers and logs show

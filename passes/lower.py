@@ -32,7 +32,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.transport import LAUNCHES
 from compiled_fsdp.passes.edit import inline, replace_by_input
-from compiled_fsdp.passes.graph import argument, calls, ops, spec_of, value
+from compiled_fsdp.passes.graph import IS_ID, argument, calls, ops, spec_of, value
 from compiled_fsdp.passes.unpack import unpack_together
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
         for node in calls(gm, getattr(ops, op).default):
             lowering(node, ctx)
             count += 1
+    for node in [node for node in gm.graph.nodes if IS_ID in node.meta and not node.users]:
+        gm.graph.erase_node(node)  # only reductions of pending gradients and edges of fragments need numbers
     gm.graph.lint()
     packed = len(calls(gm, ops.pack_shards.default, ops.pack_grads.default))
     kernels = f"; kernels pack {packed} buckets and unpack {together}" if ctx.kernels else ""
