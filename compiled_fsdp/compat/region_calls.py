@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 TRIED = (2, 13)
 """The version of torch whose bodies were tried."""
-_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+_STACKS = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace")
 PLACE = "compiled_fsdp_place"
 """The key in a node's ``meta["custom"]``, which torch copies to traced nodes, for the node's place in its body."""
 _TAG, _BACKWARD = "partitioner_tag", "is_backward"
@@ -50,7 +50,7 @@ class EqualLayer:
     Attributes:
         name: of the body.
         stacks: for the modules around each of the body's nodes, which are modules of the first layer, the modules
-            around the same node in this layer.
+            around the same node in this layer. Also for the stack of code lines that each node comes from.
         reads: for the given tensors that are reads inside of the layer, the places of the calls behind them.
     """
 
@@ -77,8 +77,7 @@ class EqualLayers:
 
     def take_back(self, gm: GraphModule, reason: Exception) -> None:
         """Put the graph without calls back into the Dynamo graph, because ``reason`` was raised with calls."""
-        text = str(reason) if isinstance(reason, _Unexpected) else f"{type(reason).__name__} was raised: {reason}"
-        log.debug("equal layers are traced one by one, because %s", text)
+        log_reason(str(reason) if isinstance(reason, _Unexpected) else f"{type(reason).__name__} was raised: {reason}")
         if self.plain is not None:
             gm.graph = self.plain
         for name in self.names:  # not all unused submodules: torch would also delete graphs inside of other graphs
@@ -86,8 +85,13 @@ class EqualLayers:
         self.calls, self.names, self.plain = [], [], None
 
 
-def bodies_fit() -> bool:
-    """Whether torch traces a body as it would trace the same calls in the whole graph.
+def log_reason(reason: str) -> None:
+    """Log why equal layers of a graph are traced one by one."""
+    log.debug("equal layers are traced one by one, because %s", reason)
+
+
+def why_bodies_do_not_fit() -> str:
+    """Return why torch would not trace a body as it would trace the same calls in the whole graph; "" if it would.
 
     For example, it does not if ``functionalize_rng_ops`` is set, because equal layers would draw equal numbers. Nor
     does torch 2.15 with mixed precision, because it casts a body's gradients, and not those of a read.
@@ -95,23 +99,28 @@ def bodies_fit() -> bool:
     from torch._functorch import config
 
     if version_of(torch.__version__) != TRIED:
-        return False
-    if config.functionalize_rng_ops or torch._C._is_any_autocast_enabled():
-        return False
-    return patches.fits(patches.CAPTURE) and patches.fits(patches.BODY_SCHEMA)
+        return f"this is torch {torch.__version__}, and only {'.'.join(map(str, TRIED))} was tried"
+    if config.functionalize_rng_ops:
+        return "torch._functorch.config.functionalize_rng_ops is set"
+    if torch._C._is_any_autocast_enabled():
+        return "autocast is on"
+    if not (patches.fits(patches.CAPTURE) and patches.fits(patches.BODY_SCHEMA)):
+        return "torch's functions are not those that compiled_fsdp replaces"
+    return ""
 
 
 def stacks_by_first(first: Sequence[Node], calls: Sequence[Node]) -> dict[Any, Any]:
     """Return ``EqualLayer.stacks`` from the calls of the first layer and the same calls of another one."""
     found: dict[Any, Any] = {}
     for model, call in zip(first, calls, strict=True):
-        if "nn_module_stack" in model.meta:
-            found.setdefault(_key(model.meta["nn_module_stack"]), call.meta.get("nn_module_stack"))
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in model.meta:
+                found.setdefault(_key(model.meta[key]), call.meta.get(key))
     return found
 
 
 def _key(stack: Any) -> Any:
-    return tuple(stack.items())
+    return stack if isinstance(stack, str) else tuple(stack.items())
 
 
 def gradient_counts(body: GraphModule, inputs: Sequence[torch.Tensor]) -> list[int] | None:

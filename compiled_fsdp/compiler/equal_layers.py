@@ -27,9 +27,10 @@ from compiled_fsdp.compat.region_calls import (
     PLACE,
     EqualLayer,
     EqualLayers,
-    bodies_fit,
     gradient_counts,
+    log_reason,
     stacks_by_first,
+    why_bodies_do_not_fit,
 )
 from compiled_fsdp.passes.forms import Run, form_of_arguments, form_of_value
 from compiled_fsdp.passes.op_schema import schema_of
@@ -54,7 +55,9 @@ def call_equal_layers(gm: GraphModule) -> EqualLayers:
     """
     layers = EqualLayers()
     try:
-        if bodies_fit() and _is_plain(gm.graph):
+        if reason := why_bodies_do_not_fit() or _why_it_may_be_traced_otherwise(gm.graph):
+            log_reason(reason)
+        else:
             _replace_equal_runs(gm, layers)
     except Exception as reason:
         layers.take_back(gm, reason)
@@ -84,9 +87,12 @@ def _replace_equal_runs(gm: GraphModule, layers: EqualLayers) -> None:
     layers.calls = [layer_of[node] for node in gm.graph.nodes if node in layer_of]
 
 
-def _is_plain(graph: Graph) -> bool:
-    """Whether all calls give tensors of known sizes, so that none of them switches a mode."""
-    return all(node.op in ("output", "get_attr") or _is_known(_value(node)) for node in graph.nodes)
+def _why_it_may_be_traced_otherwise(graph: Graph) -> str:
+    """Return which call does not give tensors of known sizes, for example because it switches a mode; "" if none."""
+    for node in graph.nodes:
+        if node.op not in ("output", "get_attr") and not _is_known(_value(node)):
+            return f"'{node.name}' in the graph is not a tensor of known sizes"
+    return ""
 
 
 def _value(node: Node) -> Any:

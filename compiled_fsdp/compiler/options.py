@@ -78,8 +78,7 @@ class Options:
             cache on disk. Only where ranks run the same code and their caches are in one folder, and not with replicas
             (HSDP): otherwise each rank compiles. False: each rank always compiles.
         trace_equal_layers_once: whether AOTAutograd traces equal layers of a model once. The graphs are the same as if
-            it traced each of them, and large models compile faster. False: it traces each of them. The default is False
-            because the option is new.
+            it traced each of them, and large models compile faster. Only with torch 2.13. False: it traces each of them.
         gathers_ahead: whether the first gather of a forward may be launched by the training step before it. For
             ``TrainStep``, which sets it; without one the gather is launched by the forward.
     """
@@ -101,7 +100,7 @@ class Options:
     kernels: Literal["auto"] | bool = "auto"
     transport: Literal["backend", "symm_mem"] = "backend"
     one_rank_compiles: bool = True
-    trace_equal_layers_once: bool = False
+    trace_equal_layers_once: bool = True
     gathers_ahead: bool = False
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule, Node
 
@@ -77,6 +78,17 @@ class Dropout(Layer):
 
 class DropoutModel(Model):
     layer = Dropout
+
+
+class OneByOne(Model):
+    """Each layer is called on a line of its own, which is in the stacks of its nodes."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = self.layers[0](x)
+        x = self.layers[1](x)
+        x = self.layers[2](x)
+        return self.head(self.norm(x))
 
 
 class Tied(Model):
@@ -317,7 +329,7 @@ class Frozen(Model):
 MODELS: dict[str, Callable[[], Model]] = {
     cls.__name__: cls
     for cls in (
-        Model, DropoutModel, Tied, OtherInTheMiddle, SkipInTheMiddle, ResidualUsedThreeTimes, ResidualUsedOnce,
+        Model, DropoutModel, OneByOne, Tied, OtherInTheMiddle, SkipInTheMiddle, ResidualUsedThreeTimes, ResidualUsedOnce,
         Detached, Losses, Buffers, BatchNorm, Frozen, WrittenLater, WrittenByRelu, WrittenByNorm, DetachedParameter,
         DetachedResult, SameTensor,
     )
@@ -331,7 +343,7 @@ LEFT = {
 
 
 def text(gm: GraphModule) -> str:
-    """A graph with numbers for its nodes; with sizes, modules and tags."""
+    """A graph with numbers for its nodes; with sizes, modules, tags, and the code lines of forward nodes."""
     number: dict[Node, str] = {}
     lines = []
     for node in gm.graph.nodes:
@@ -343,6 +355,7 @@ def text(gm: GraphModule) -> str:
             torch.fx.map_arg((node.args, node.kwargs), number.__getitem__),
             (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else None,
             [name for name, _ in stack.values()],
+            None if node.meta.get("partitioner_tag") == "is_backward" else node.meta.get("stack_trace"),
             node.meta.get("partitioner_tag"),
         )
         lines.append(f"{number[node]} " + " ".join(map(str, facts)))
@@ -405,7 +418,6 @@ def step(build: Callable[[], Model], grad: bool = True, mp_policy: Any = None, *
     policy = {} if mp_policy is None else {"mp_policy": mp_policy}
     for unit in (*model.layers, model) if model.has_units else (model,):
         fully_shard(unit, **policy)
-    options = {"trace_equal_layers_once": True} | options
     run = compiled(model, fullgraph=True, collectives_at_world_size_1=True, **options)
     torch.manual_seed(1)
     with watched() as seen, torch.set_grad_enabled(grad):
@@ -454,6 +466,29 @@ def test_inductor():
     """Torch's own passes run on the joint graph before compiled_fsdp's passes see it."""
     with one_rank("cpu"):
         assert len(assert_same(Model, codegen="inductor").called) == 4
+
+
+class OtherModel(Model):
+    layer = Other
+
+
+@pytest.mark.more
+def test_code_from_the_cache(monkeypatch, tmp_path):
+    """Torch's cache takes a graph with calls, and tells graphs apart that differ only in the body."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def hits(build: Callable[[], Model]) -> int:
+        torch.compiler.reset()
+        counters.clear()
+        model = build()
+        for unit in (*model.layers, model):
+            fully_shard(unit)
+        run = compiled(model, fullgraph=True, collectives_at_world_size_1=True, codegen="inductor")
+        run(torch.arange(6).view(2, 3)).square().sum().backward()
+        return counters["aot_autograd"]["autograd_cache_hit"]
+
+    with one_rank("cpu"):
+        assert [hits(build) for build in (Model, Model, OtherModel)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("model", variants([Model, DropoutModel, OtherInTheMiddle, Losses], Losses))
@@ -613,12 +648,12 @@ def test_modes_of_the_whole_program():
     """Layers with equal random numbers, and autocast of a device that this machine does not have."""
     from torch._functorch import config
 
-    assert region_calls.bodies_fit()
+    assert not region_calls.why_bodies_do_not_fit()
     with config.patch(functionalize_rng_ops=True):
-        assert not region_calls.bodies_fit()
+        assert "functionalize_rng_ops" in region_calls.why_bodies_do_not_fit()
     torch.set_autocast_enabled("xpu", True)
     try:
-        assert not region_calls.bodies_fit()
+        assert "autocast" in region_calls.why_bodies_do_not_fit()
     finally:
         torch.set_autocast_enabled("xpu", False)
 
