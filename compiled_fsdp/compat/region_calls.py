@@ -8,11 +8,14 @@ has two calls for each of them, of two bodies:
 
 The joint body computes the forward again. So its forward part takes the place of the first call, and its backward part
 that of the second one: as if AOTAutograd had traced each layer by itself.
+
+More than 400 lines: all code that knows how AOTAutograd's graph calls bodies is here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import operator
 from collections import Counter
@@ -39,8 +42,8 @@ _TAG, _BACKWARD = "partitioner_tag", "is_backward"
 _ZEROS = ("full", "full_like", "new_full", "new_zeros", "zeros", "zeros_like", "_efficientzerotensor")
 
 
-class _Unexpected(Exception):
-    """AOTAutograd's graph does not call the bodies as this file expects."""
+class CannotBeTracedOnce(Exception):
+    """Torch would not trace bodies as it traces layers, or AOTAutograd's graph does not call them as expected."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,13 @@ class EqualLayers:
 
     def take_back(self, gm: GraphModule, reason: Exception) -> None:
         """Put the graph without calls back into the Dynamo graph, because ``reason`` was raised with calls."""
-        log_reason(str(reason) if isinstance(reason, _Unexpected) else f"{type(reason).__name__} was raised: {reason}")
+        raised = "" if isinstance(reason, CannotBeTracedOnce) else f"{type(reason).__name__} was raised: "
+        log.debug("equal layers are traced one by one, because %s%s", raised, reason)
         if self.plain is not None:
             gm.graph = self.plain
         for name in self.names:  # not all unused submodules: torch would also delete graphs inside of other graphs
             delattr(gm, name)
         self.calls, self.names, self.plain = [], [], None
-
-
-def log_reason(reason: str) -> None:
-    """Log why equal layers of a graph are traced one by one."""
-    log.debug("equal layers are traced one by one, because %s", reason)
 
 
 def why_bodies_do_not_fit() -> str:
@@ -98,24 +97,21 @@ def why_bodies_do_not_fit() -> str:
     """
     from torch._functorch import config
 
-    if version_of(torch.__version__) != TRIED:
-        return f"this is torch {torch.__version__}, and only {'.'.join(map(str, TRIED))} was tried"
-    if config.functionalize_rng_ops:
-        return "torch._functorch.config.functionalize_rng_ops is set"
-    if torch._C._is_any_autocast_enabled():
-        return "autocast is on"
-    if not (patches.fits(patches.CAPTURE) and patches.fits(patches.BODY_SCHEMA)):
-        return "torch's functions are not those that compiled_fsdp replaces"
-    return ""
+    reasons = {
+        f"this is torch {torch.__version__}": version_of(torch.__version__) != TRIED,
+        "torch._functorch.config.functionalize_rng_ops is set": config.functionalize_rng_ops,
+        "autocast is on": torch._C._is_any_autocast_enabled(),
+        "torch has other functions": not (patches.fits(patches.CAPTURE) and patches.fits(patches.BODY_SCHEMA)),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
 def stacks_by_first(first: Sequence[Node], calls: Sequence[Node]) -> dict[Any, Any]:
     """Return ``EqualLayer.stacks`` from the calls of the first layer and the same calls of another one."""
     found: dict[Any, Any] = {}
-    for model, call in zip(first, calls, strict=True):
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in model.meta:
-                found.setdefault(_key(model.meta[key]), call.meta.get(key))
+    for key, (model, call) in itertools.product(_STACKS, zip(first, calls, strict=True)):
+        if key in model.meta:
+            found.setdefault(_key(model.meta[key]), call.meta.get(key))
     return found
 
 
@@ -205,7 +201,7 @@ def _inline(gm: GraphModule, layers: Sequence[EqualLayer]) -> None:
         return
     names = [name for _, name in forwards]
     if names != [layer.name for layer in layers]:
-        raise _Unexpected(f"of {len(layers)} calls, AOTAutograd's graph has {len(names)}")
+        raise CannotBeTracedOnce(f"of {len(layers)} calls, AOTAutograd's graph has {len(names)}")
     partner = _pairs(forwards, backwards)
     bodies = {_attribute(call) for call in (*(call for call, _ in forwards), *backwards)}
     for (call, _), layer in zip(forwards, layers, strict=True):
@@ -236,15 +232,15 @@ def _pairs(forwards: Sequence[tuple[Node, str]], backwards: Sequence[Node]) -> d
     count = {name: len(call.args) for call, name in forwards}
     by_primals = {(name, call.args[2:]): call for call, name in forwards}
     if len(by_primals) < len(forwards):
-        raise _Unexpected("a layer is called twice with the same inputs")
+        raise CannotBeTracedOnce("a layer is called twice with the same inputs")
     found: dict[Node, Node] = {}
     for call in backwards:
         name = str(call.args[1]).removeprefix("bw_").rpartition("_")[0]
         forward = by_primals.get((name, call.args[2 : count[name]]))
         if forward is None or forward in found:
-            raise _Unexpected("a backward cannot be told from that of another layer")
+            raise CannotBeTracedOnce("a backward cannot be told from that of another layer")
         if any(map(_is_zeros, call.args[count[name] :])):
-            raise _Unexpected("a layer has a result whose gradient nothing computes")
+            raise CannotBeTracedOnce("a layer has a result whose gradient nothing computes")
         found[forward] = call
     return found
 
@@ -297,7 +293,7 @@ class _Inlining:
             elif node.op == "call_function":
                 self.values[node] = self._copy(node)
             elif node.op not in ("placeholder", "output"):
-                raise _Unexpected(f"a body has a node of the kind {node.op}")
+                raise CannotBeTracedOnce(f"a body has a node of the kind {node.op}")
         results = _results(self.body)
         self._move_reads()
         if self.backward is not None:
@@ -327,11 +323,11 @@ class _Inlining:
         """Replace the results of a call by the copies of the body's results."""
         for user in list(call.users):
             if user.target is not operator.getitem:
-                raise _Unexpected("a call's results are not taken one by one")
+                raise CannotBeTracedOnce("a call's results are not taken one by one")
             result = results[user.args[1]]  # type: ignore[index]
             if user.users:
                 if result is None:
-                    raise _Unexpected("a gradient is missing")
+                    raise CannotBeTracedOnce("a gradient is missing")
                 user.replace_all_uses_with(self.values[result])
             self.graph.erase_node(user)
         self.graph.erase_node(call)

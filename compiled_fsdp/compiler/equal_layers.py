@@ -25,10 +25,10 @@ from compiled_fsdp.compat.autograd import storage_id
 from compiled_fsdp.compat.graphs import copy_of, is_higher_order, is_static_fake, tensors_in
 from compiled_fsdp.compat.region_calls import (
     PLACE,
+    CannotBeTracedOnce,
     EqualLayer,
     EqualLayers,
     gradient_counts,
-    log_reason,
     stacks_by_first,
     why_bodies_do_not_fit,
 )
@@ -55,10 +55,9 @@ def call_equal_layers(gm: GraphModule) -> EqualLayers:
     """
     layers = EqualLayers()
     try:
-        if reason := why_bodies_do_not_fit() or _why_it_may_be_traced_otherwise(gm.graph):
-            log_reason(reason)
-        else:
-            _replace_equal_runs(gm, layers)
+        if why := why_bodies_do_not_fit() or _why_it_may_be_traced_otherwise(gm.graph):
+            raise CannotBeTracedOnce(why)
+        _replace_equal_runs(gm, layers)
     except Exception as reason:
         layers.take_back(gm, reason)
     return layers

@@ -78,7 +78,7 @@ class Options:
             cache on disk. Only where ranks run the same code and their caches are in one folder, and not with replicas
             (HSDP): otherwise each rank compiles. False: each rank always compiles.
         trace_equal_layers_once: whether AOTAutograd traces equal layers of a model once. The graphs are the same as if
-            it traced each of them, and large models compile faster. Only with torch 2.13. False: it traces each of them.
+            it traced each of them, and large models compile faster. Only with torch 2.13. False: it traces all.
         gathers_ahead: whether the first gather of a forward may be launched by the training step before it. For
             ``TrainStep``, which sets it; without one the gather is launched by the forward.
     """

@@ -329,9 +329,9 @@ class Frozen(Model):
 MODELS: dict[str, Callable[[], Model]] = {
     cls.__name__: cls
     for cls in (
-        Model, DropoutModel, OneByOne, Tied, OtherInTheMiddle, SkipInTheMiddle, ResidualUsedThreeTimes, ResidualUsedOnce,
-        Detached, Losses, Buffers, BatchNorm, Frozen, WrittenLater, WrittenByRelu, WrittenByNorm, DetachedParameter,
-        DetachedResult, SameTensor,
+        Model, DropoutModel, OneByOne, Tied, OtherInTheMiddle, SkipInTheMiddle, ResidualUsedThreeTimes,
+        ResidualUsedOnce, Detached, Losses, Buffers, BatchNorm, Frozen, WrittenLater, WrittenByRelu, WrittenByNorm,
+        DetachedParameter, DetachedResult, SameTensor,
     )
 }  # fmt: skip
 """Models, each with a reason why its graph might be another one if its layers are traced once."""
