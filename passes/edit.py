@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from compiled_fsdp.compat.graphs import TorchDispatchMode, computed_size, expression, fake_mode_of
+from compiled_fsdp.compat.graphs import (
+    TorchDispatchMode,
+    call_on_fake,
+    computed_size,
+    expression,
+    fake_mode_of,
+    is_static_fake,
+)
 from compiled_fsdp.passes.graph import aten, prims, value
 from compiled_fsdp.passes.views import memory_of
 
@@ -53,6 +61,11 @@ def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) ->
     return recorder.added
 
 
+_VIEWS_AND_COPIES = {
+    aten.view.default, aten.slice.Tensor, aten.select.int, aten.clone.default, aten._unsafe_view.default,
+}  # fmt: skip
+
+
 class _Recorder(TorchDispatchMode):
     """Records the calls that run into a graph, at its insertion point.
 
@@ -85,10 +98,11 @@ class _Recorder(TorchDispatchMode):
         is_view, changes_nothing = func is aten.view.default, False
         if is_view:
             args = self._viewed.get(id(args[0]), args[0]), *args[1:]
-        out = func(*args, **(kwargs or {}))
+        call = partial(call_on_fake, func) if func in _VIEWS_AND_COPIES and is_static_fake(args[0]) else func
+        out = call(*args, **(kwargs or {}))
         if is_view or func is aten.slice.Tensor:
             changes_nothing = _have_same_layout(args[0], out)
-            if (is_view or changes_nothing) and _is_static(args[0]) and args[0].is_contiguous():
+            if (is_view or changes_nothing) and is_static_fake(args[0]) and args[0].is_contiguous():
                 self._viewed[id(out)] = self._viewed.get(id(args[0]), args[0])
         if changes_nothing:
             self._known[id(out)] = out, self.node_of(args[0])
@@ -116,13 +130,9 @@ class _Recorder(TorchDispatchMode):
         return node
 
 
-def _is_static(tensor: torch.Tensor) -> bool:
-    return all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride()))
-
-
 def _have_same_layout(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether a view of ``tensor`` begins where ``tensor`` does and has its sizes and strides."""
-    if not (_is_static(tensor) and _is_static(view)) or tensor.storage_offset() != view.storage_offset():
+    if not (is_static_fake(tensor) and is_static_fake(view)) or tensor.storage_offset() != view.storage_offset():
         return False
     return (tensor.shape, tensor.stride()) == (view.shape, view.stride())
 

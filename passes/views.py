@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,13 +20,20 @@ def is_view(node: Node) -> bool:
 
     So do the lists that ``split`` and ``unbind`` return, and the elements that are taken from these.
     """
-    if node.op != "call_function" or node.target is transport.WAIT:
+    if node.op != "call_function":
         return False
     if is_getitem(node):
         return is_view(node.all_input_nodes[0])
-    if node.target is aten._unsafe_view.default:  # its schema hides it
+    return _returns_view(node.target)
+
+
+@functools.cache  # passes ask for each node, many times
+def _returns_view(target: Any) -> bool:
+    if target is transport.WAIT:
+        return False
+    if target is aten._unsafe_view.default:  # its schema hides it
         return True
-    schema = schema_of(node.target)
+    schema = schema_of(target)
     return schema.aliases and not schema.written
 
 

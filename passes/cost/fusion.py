@@ -9,6 +9,7 @@ some results again in each kernel that reads them; here those count as stored, s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -124,10 +125,14 @@ def is_pointwise(node: Node) -> bool:
 def is_library(node: Node) -> bool:
     """Whether a node is always a kernel of its own, which is never fused."""
     op = call_of(node)[0]
-    packet = getattr(op, "overloadpacket", None)
-    if packet is None:
+    if getattr(op, "overloadpacket", None) is None:
         return node.op == "call_function" and not is_getitem(node)
-    return is_library_op(packet) or not _is_aten(op)
+    return _is_library_kernel(op)
+
+
+@functools.cache  # asked for each node, many times
+def _is_library_kernel(op: Any) -> bool:
+    return is_library_op(op.overloadpacket) or not _is_aten(op)
 
 
 def is_library_op(packet: Any) -> bool:
@@ -168,8 +173,10 @@ def call_of(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     ``run_with_rng_state(state, op, *args)`` in backward. For example attention, because it may have dropout. Such nodes
     have no ``meta["val"]``.
     """
+    if not getattr(node.target, "__name__", "").endswith("rng_state"):
+        return node.target, node.args, node.kwargs
     places = (i for i, argument in enumerate(node.args) if hasattr(argument, "overloadpacket"))
-    if getattr(node.target, "__name__", "").endswith("rng_state") and (place := next(places, None)) is not None:
+    if (place := next(places, None)) is not None:
         kwargs = {name: given for name, given in node.kwargs.items() if name != "rng_state"}
         return node.args[place], node.args[place + 1 :], kwargs
     return node.target, node.args, node.kwargs
