@@ -25,14 +25,18 @@ def channel_of(
     name = _transport(ctx, kind, world, groups.nodes, encodes=encodes)
     name = name if gathered else reduces_by(name, world, over_replicas=replicas > 1)
     transport = TRANSPORTS[name]
+    sent = ctx.hardware.sent(transport.curve, world, groups.nodes)
     if name == "all_reduce":
         curve = ctx.hardware.curve(transport.curve, replicas, groups.replicate_nodes)
+        sent = ctx.hardware.sent(transport.curve, replicas, groups.replicate_nodes)
     elif transport.copy_engines:
         curve = ctx.hardware.curve_by_copies(transport.curve, world)
     else:
         curve = ctx.hardware.curve(transport.curve, world, groups.nodes)
     if replicas > 1 and name != "all_reduce":
         curve = _one_after_the_other(curve, ctx.hardware.curve("all_reduce", replicas, groups.replicate_nodes), world)
+        more = ctx.hardware.sent("all_reduce", replicas, groups.replicate_nodes)
+        sent = sent[0] + more[0] / world, sent[1] + more[1] / world
     of_reductions = not gathered and groups.has_reduce_scatter_group
     # torch runs all collectives by copy engines on one stream
     stream = stream_of(min(ctx.groups), False) if transport.copy_engines else stream_of(group_id, of_reductions)
@@ -46,6 +50,7 @@ def channel_of(
         transport="" if name == kind.usual_transport else name,
         quick=curve.quick,
         by_copies=transport.copy_engines and replicas == 1,
+        sent=sent,
     )
 
 

@@ -197,13 +197,17 @@ def test_the_plan_of_a_model_of_the_page(tmp_path):
     text = (ROOT / "docs/planning.md").read_text()
     (model,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "my_model.py").write_text(model)
-    (command, shown) = re.search(
-        r"^compiled-fsdp (plan --model my_model:.*)\n```\n\n```text\n(.*?)^```", text, re.M | re.S
-    ).groups()
-    printed = output_of("-m", "compiled_fsdp", *command.split(), folder=tmp_path)
-    lines, expected = ([line.rstrip() for line in lines.splitlines()] for lines in (printed, shown))
-    assert len(lines) == len(expected)
-    assert lines == expected or not torch.__version__.startswith("2.13")
+    commands = re.findall(
+        r"^compiled-fsdp (plan --model my_model:(?:[^\n]*\\\n)?[^\n]*)\n```\n\n```text\n(.*?)^```",
+        text,
+        re.MULTILINE | re.DOTALL,
+    )
+    assert len(commands) == 2
+    for command, shown in commands:
+        printed = output_of("-m", "compiled_fsdp", *command.replace("\\\n", "").split(), folder=tmp_path)
+        lines, expected = ([line.rstrip() for line in lines.splitlines()] for lines in (printed, shown))
+        assert len(lines) == len(expected)
+        assert lines == expected or not torch.__version__.startswith("2.13")
 
 
 def blocks_of(page: str) -> list[str]:

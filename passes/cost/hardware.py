@@ -264,6 +264,21 @@ class Hardware:
         inside, between = self._rates(world, nodes)
         return "between" if between is not None and (inside is None or between <= inside) else "inside"
 
+    def sent(self, kind: str, world: int, nodes: int | None = None) -> tuple[float, float]:
+        """Bytes that a rank sends inside its node, and to other nodes, for each byte of the full tensors.
+
+        It is the mean over the ranks; arguments as for ``curve``. For example, in a ring of 16 ranks on two nodes, 14
+        ranks send to a neighbour inside their node, and two to the other node. In an all-to-all each rank sends an
+        equal part to every other rank.
+        """
+        nodes = -(-world // self.ranks_per_node) if nodes is None else nodes
+        if kind == "alltoall":
+            between = (nodes - 1) / nodes
+            return (world - 1) / world - between, between
+        moves = {"all_reduce": 2.0, "reduce": self.reduce_moves}.get(kind, 1.0) * (world - 1) / world
+        between = moves * nodes / world if nodes > 1 else 0.0
+        return moves - between, between
+
     def _rates(self, world: int, nodes: int) -> tuple[float | None, float | None]:
         """Bytes per second of a ring's wires inside nodes and between nodes; None if the ring has no such wires."""
         between = None

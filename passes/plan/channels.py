@@ -36,6 +36,8 @@ class CommChannel:
     quick: tuple[float, float] | None = None
     # Whether copy engines move all of its bytes.
     by_copies: bool = False
+    # Bytes that this rank sends inside its node, and to other nodes, for each byte of full tensors.
+    sent: tuple[float, float] = (0.0, 0.0)
 
     def seconds(self, size: float, tensors: int = 1) -> float:
         """Seconds of a collective of ``size`` bytes of full tensors."""

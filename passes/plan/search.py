@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from compiled_fsdp.base.errors import CompiledFsdpError
 from compiled_fsdp.buckets.spec import Kind
@@ -58,6 +59,9 @@ class OverBudget(CompiledFsdpError, RuntimeError):
     def __init__(self, message: str, least: int) -> None:
         super().__init__(message)
         self.least = least
+
+    def __reduce__(self) -> tuple[Any, ...]:  # between processes
+        return type(self), (str(self), self.least)
 
 
 @dataclass(frozen=True)

@@ -321,7 +321,7 @@ def test_without_its_libraries():
 
 def test_a_page_without_plotly_is_refused_before_anything_is_planned(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setattr("compiled_fsdp.tools.cli.plan.estimate", lambda _: pytest.fail("it was planned"))
+    monkeypatch.setattr("compiled_fsdp.tools.cli.attempts.estimate", lambda _: pytest.fail("it was planned"))
     done = run("--model", "tiny", "--timeline", "x.html")
     assert done.exit_code == 2
     assert "pip install plotly" in " ".join(done.output.split())

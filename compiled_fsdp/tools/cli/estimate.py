@@ -96,6 +96,9 @@ class GraphEstimate:
         lower_bound_s: that no plan can beat.
         peak_bytes: planned.
         peak_lower_bound_bytes: that no plan can go below.
+        floor_bytes: that no plan under any budget can go below: what is held during the whole graph, and full
+            parameters that are kept for backward.
+        sent_bytes: that a rank sends for compiled_fsdp's collectives inside its node, and to other nodes.
         budget_bytes: None for no limit.
         timeline: the plan in time.
         for_backward: of a forward under a budget: what it leaves for backward.
@@ -109,6 +112,8 @@ class GraphEstimate:
     lower_bound_s: float
     peak_bytes: int
     peak_lower_bound_bytes: int
+    floor_bytes: int
+    sent_bytes: tuple[float, float]
     budget_bytes: float | None
     timeline: GraphTimeline
     for_backward: ForBackward | None = None
@@ -121,6 +126,8 @@ class GraphEstimate:
         assert simulation is not None
         assert timeline is not None
         bound = lower_bound(tasks, report.budget)
+        kept = sum(task.size.full for task in tasks.gathers if task.last == tasks.end)
+        sent = [(task.size.sent, tasks.channels[task.channel].sent) for task in tasks.all_collectives]
         return GraphEstimate(
             report.phase,
             tasks.seconds_before[-1],
@@ -130,6 +137,8 @@ class GraphEstimate:
             bound.seconds,
             simulation.peak,
             bound.peak,
+            tasks.persistent + kept,
+            (sum(size * inside for size, (inside, _) in sent), sum(size * between for size, (_, between) in sent)),
             report.budget,
             timeline,
             report.for_backward,
@@ -192,6 +201,17 @@ class Estimate:
         return max(graph.peak_bytes for graph in self.graphs)
 
     @property
+    def floor_bytes(self) -> int:
+        """Bytes that no plan under any budget can go below."""
+        return max(graph.floor_bytes for graph in self.graphs)
+
+    @property
+    def sent_bytes(self) -> tuple[float, float]:
+        """Bytes that a rank sends for compiled_fsdp's collectives inside its node, and to other nodes."""
+        inside, between = zip(*(graph.sent_bytes for graph in self.graphs), strict=True)
+        return sum(inside), sum(between)
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second of one rank."""
         return self.tokens / self.step_s
@@ -214,7 +234,7 @@ class Estimate:
             data = asdict(graph)
             timeline = data.pop("timeline")
             graphs.append(data | {"tasks": timeline["tasks"], "memory": timeline["memory"]})
-        numbers = ("step_s", "bound_s", "exposed_s", "hidden", "peak_bytes", "tokens_per_second", "mfu")
+        numbers = ("step_s", "bound_s", "exposed_s", "hidden", "peak_bytes", "sent_bytes", "tokens_per_second", "mfu")
         step = {name: getattr(self, name) for name in numbers}
         known = {"parameters": self.parameters, "optimizer_s": self.optimizer_s, "world_size": self.world_size}
         return json.dumps(step | known | {"graphs": graphs})
@@ -262,13 +282,11 @@ def estimate(setting: Setting) -> Estimate:
         graphs = tuple(GraphEstimate.of(report) for report in reports if report.tasks and report.simulation)
     if not graphs:
         raise NotPlannable(f"{_name_of(setting)} has no graph with collectives: is --world-size 1?")
+    elements = math.ceil(parameters / shards / setting.tensor_parallel)
     return Estimate(
         graphs,
         parameters,
-        ADAMW_VALUES
-        * weights.itemsize
-        * math.ceil(parameters / shards / setting.tensor_parallel)
-        / setting.hardware.copy,
+        ADAMW_VALUES * weights.itemsize * elements / setting.hardware.copy,
         tokens,
         flops,
         PEAK_FLOPS.get(setting.hardware.name),

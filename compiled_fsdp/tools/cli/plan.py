@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +21,12 @@ from compiled_fsdp.base.sizes import parse_size, too_small_a_budget
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.tools.cli import budgets
-from compiled_fsdp.tools.cli.estimate import Estimate, NotPlannable, Setting, estimate
+from compiled_fsdp.tools.cli.attempts import attempts
+from compiled_fsdp.tools.cli.estimate import Estimate, NotPlannable, Setting
 from compiled_fsdp.tools.cli.hardware import find
 from compiled_fsdp.tools.cli.parallel import PRECISIONS, wire_policy
+from compiled_fsdp.tools.cli.placements import Row, advice_of, compare, quickest
+from compiled_fsdp.tools.cli.placements import table_of as table_of_placements
 from compiled_fsdp.tools.cli.shapes import CHECKPOINTING, SHAPES
 from compiled_fsdp.tools.timeline_files import write
 from compiled_fsdp.tools.words import megabytes
@@ -152,6 +155,10 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
     help="Plan budgets from the least that fits to none, and draw the step's time over them.",
 )  # fmt: skip
 @click.option(
+    "--placements", is_flag=True,
+    help="Compare FSDP, HSDP, replicas and what stays unsharded under each --budget (by default the device's memory).",
+)  # fmt: skip
+@click.option(
     "--fit", type=click.Choice(["batch", "seq"]),
     help="The largest batch, or multiple of --seq, that fits into --budget (by default the device's memory).",
 )  # fmt: skip
@@ -164,6 +171,7 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
     "--transport", type=click.Choice(["backend", "symm_mem"]), default="backend", show_default=True,
     help="What sends: NCCL, or copy engines inside a node.",
 )  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes that plan at once.")
 @click.option(
     "--json",
     "json_file",
@@ -180,8 +188,8 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
 def plan(
     model: str, inputs: str, world_size: Sequence[int], replicate: int, tensor_parallel: int, hardware: Hardware,
     batch: Sequence[int], seq: int, precision: str, reshard_after_forward: str, checkpointing: str,
-    budget: Sequence[float | None], curve: Path | None, fit: str | None, wire: Sequence[str], transport: str,
-    json_file: Path | None, timeline: Path | None,
+    budget: Sequence[float | None], curve: Path | None, placements: bool, fit: str | None, wire: Sequence[str],
+    transport: str, jobs: int, json_file: Path | None, timeline: Path | None,
 ) -> None:  # fmt: skip
     """Plan a training step for ranks that you do not have: time, tokens per second, MFU, exposed communication, memory.
 
@@ -224,19 +232,35 @@ def plan(
         raise click.UsageError("--curve and --fit are about one step: give one value of each, and one of the two.")
     if curve is not None and (curve.suffix != ".html" or not _has_plotly()):
         raise click.UsageError("--curve draws a page: give FILE.html, and install plotly (pip install plotly).")
+    if placements and (
+        len(settings) > len(budget) or replicate > 1 or reshard_after_forward != "true" or curve or fit or timeline
+    ):
+        raise click.UsageError(
+            "--placements compares values of --replicate and --reshard-after-forward: leave them out, --curve, --fit and "
+            "--timeline too, and give one value of each option but --budget."
+        )
     console, bar = Console(), Console(stderr=True)
     if not console.is_terminal:
         console = Console(width=WIDTH)
     if bar.is_terminal:  # the bar has the terminal's last line
         progress.log.setLevel(logging.ERROR)
 
-    def watched(settings: Iterable[Setting]) -> Iterable[Setting]:
-        return track(list(settings), "planning", console=bar, disable=not bar.is_terminal, transient=True)
+    def watched(items: Iterable[T], total: int | None = None) -> Iterable[T]:
+        items = items if total else list(items)
+        return track(items, "planning", total, console=bar, disable=not bar.is_terminal, transient=True)
+
+    def planned_in_jobs(settings: Sequence[Setting]) -> Iterator[Estimate | OverBudget]:
+        return iter(watched(attempts(settings, jobs), len(settings)))
 
     found: list[Estimate | OverBudget] = []
+    rows: list[Row] = []
+    limits = [float(setting.budget or hardware.memory) for setting in settings]
     knee = None
     try:
-        if curve is not None:
+        if placements:
+            rows = compare(settings[0], limits, planned_in_jobs)
+            settings, found = [row.setting for row in rows], [row.found for row in rows]
+        elif curve is not None:
             pairs = budgets.curve(settings[0], watched)
             budgets.draw(pairs, curve)
             settings, found, knee = [one for one, _ in pairs], [one for _, one in pairs], budgets.knee_of(pairs)
@@ -246,23 +270,24 @@ def plan(
             settings, found = [best], [one]
             console.print(f" the largest --{fit} that fits: {best.batch if fit == 'batch' else best.sequence:,}")
         else:
-            for setting in watched(settings):
-                try:
-                    found.append(estimate(setting))
-                except OverBudget as error:
-                    if len(settings) == 1:
-                        raise
-                    found.append(error)
+            found = list(planned_in_jobs(settings))
+            if len(found) == 1 and isinstance(found[0], OverBudget):
+                raise found[0]
     except (NotPlannable, OverBudget) as error:
         raise click.ClickException(str(error)) from error
     planned = [estimated for estimated in found if isinstance(estimated, Estimate)]
-    console.print(_step(settings[0], planned[0]) if len(settings) == 1 else table_of(settings, found, knee))
+    if placements:
+        console.print(table_of_placements(rows, limits), *advice_of(rows, limits), sep="\n")
+    else:
+        console.print(_step(settings[0], planned[0]) if len(settings) == 1 else table_of(settings, found, knee))
     if json_file is not None:
         runs = [
             {"setting": _plain(setting)}
             | (json.loads(one.to_json()) if isinstance(one, Estimate) else {"error": str(one)})
             for setting, one in zip(settings, found, strict=True)
         ]
+        for run, row in zip(runs, rows, strict=False):
+            run |= {"placement": row.placement.name, "quickest_at": [b for b in limits if quickest(rows, b) is row]}
         write_text(json_file, json.dumps(runs[0] if len(runs) == 1 else runs))
     if timeline is not None:
         write(planned[0].timeline(), timeline)
