@@ -83,10 +83,19 @@ def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def _return_retained(retained: Node) -> None:
     """Replace a ``retain`` call by the gathered tensor itself, which needs no copy because nobody writes to it.
 
-    If the graph returns that tensor twice, ``retained`` makes a second one over the same memory.
+    If the graph returns that tensor twice, ``retained`` makes a second one over the same memory. If only a part stays,
+    ``reshard`` cuts it out.
     """
     full = retained.args[0]
     assert isinstance(full, Node)
+    if argument(retained, "spec"):
+        retained.graph.output_node().meta[RETAINS] = True
+        world, group_id, dim = (argument(retained, name) for name in ("world", "group_id", "dim"))
+        with retained.graph.inserting_before(retained):
+            part = add_call(retained.graph, ops.reshard.default, full, world, group_id, dim)
+        retained.replace_all_uses_with(part)
+        retained.graph.erase_node(retained)
+        return
     if memory_of(full).op == "placeholder" or not retained.users:
         replace_by_input(retained)
         return

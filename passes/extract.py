@@ -177,12 +177,14 @@ def persistent_bytes(ctx: PassContext) -> int:
     """Bytes that are held during the whole graph.
 
     These are: shards of the region's parameters, and gradients and optimizer state of the trained ones, except in host
-    memory; full gradients that are pending until a backward that reduces them; the residuals that codecs with error
-    feedback keep; and the bytes outside of the graph.
+    memory; parts of full parameters that fewer ranks gather; full gradients that are pending until a backward that
+    reduces them; the residuals that codecs with error feedback keep; and the bytes outside of the graph.
     """
     total = ctx.bytes_outside_graph
     seen = set()
-    for read in ctx.reads.values():
+    for read in sorted(ctx.reads.values(), key=lambda read: not read.trainable):  # a parameter may have two reads
+        if read.backward_group is not None and (ctx.phase == "backward" or not read.trainable):
+            total += read.bytes / read.backward_group[1]
         if read.piece or read.name in seen:
             continue
         seen.add(read.name)

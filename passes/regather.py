@@ -34,8 +34,14 @@ def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> N
         if read.backward_group is None or full is None or list(shard.users) != [unshard] or shard.name not in saved:
             continue
         group_id, world = read.backward_group
+        if world == argument(unshard, "world"):  # forward gathers from parts already
+            continue
+        kept = next((user for user in full.users if user.target is ops.retain.default and argument(user, "spec")), None)
         with forward.graph.inserting_before(output):
-            piece = add_call(forward.graph, ops.reshard.default, full, world, group_id, read.dim)
+            if kept is not None:  # this part stays after backward, too (``set_reshard_after_backward(8)``)
+                piece = add_call(forward.graph, ops.retained.default, kept)
+            else:
+                piece = add_call(forward.graph, ops.reshard.default, full, world, group_id, read.dim)
         results = list(output.args[0])
         places = [i for i, result in enumerate(results) if result is saved[shard.name]]
         results[places[-1]] = (
@@ -67,3 +73,6 @@ def cut_pieces_early(gm: GraphModule) -> None:
         full = argument(piece, "full")
         last_use = last.get(memory_of(full), full)
         max(last_use, full, key=place.__getitem__).append(piece)
+        for user in piece.users:
+            if user.target is ops.retained.default:
+                piece.append(user)

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets import transport
 from compiled_fsdp.compat.graphs import fake_mode_of
-from compiled_fsdp.passes.graph import aten, is_getitem, ops, value
+from compiled_fsdp.passes.graph import argument, aten, is_getitem, ops, value
 from compiled_fsdp.passes.op_schema import schema_of
 
 
@@ -81,7 +81,7 @@ def show_shared_memory(gm: GraphModule) -> None:
     shared: set[Node] = set()
     for node in gm.graph.nodes:
         target, given = node.target, node.args
-        if target in (ops.retain.default, ops.use.default):
+        if (target is ops.retain.default and not argument(node, "spec")) or target is ops.use.default:
             target, given = aten.alias.default, node.args[:1]
         elif not (is_view(node) or is_getitem(node)) or shared.isdisjoint(node.all_input_nodes):
             continue

@@ -165,7 +165,7 @@ def agreed_plan(
     if any(read.piece for read in region.reads):
         obstacle = "parameters with all-gather extensions are gathered in pieces"
     elif any(read.backward_group for read in region.reads):
-        obstacle = "with reshard_after_forward=<int> backward gathers over fewer ranks"
+        obstacle = "with reshard_after_forward=<int> or set_reshard_after_backward(<int>) fewer ranks gather parts"
     elif region.shares_checkpoint:
         obstacle = "one checkpoint has several compiled graphs, which run again before the first one's backward"
     elif set(options.disable_passes) - {run.__name__ for run in INDUCTOR_PASSES}:  # these change no collective

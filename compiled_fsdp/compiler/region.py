@@ -184,26 +184,26 @@ class _Numbering:
         key = (parameter.param_id, trainable, full, piece if piece.startswith(PIECE) else "")
         group = self.groups.number(parameter.group)
         gathers_pieces = node.target is schema.unshard and argument(node, "world") != parameter.world
+        part = self.part(parameter, argument(node, "world")) if gathers_pieces else None
         if key not in self.indices:
             self.indices[key] = len(self.reads)
             keep = reduces or full or bool(argument(node, "keep"))
             read = self._read(node, parameter, group, keep=keep, trainable=trainable, full=full)
-            if gathers_pieces:
-                read = replace(read, backward_group=self._backward_group(parameter))
+            if part is not None:
+                read = replace(read, backward_group=part)
             if key[-1]:
                 read = _of_piece(read, node)
             self.reads.append(read)
             self.parameters.append(parameter)
-        # In compiled autograd's graph, a read over fewer ranks (``gathers_pieces``) is from a backward compiled before.
-        set_argument(node, "group_id", self._backward_group(parameter)[0] if gathers_pieces else group)
+        # A read over fewer ranks (``part``) gathers parts that earlier microbatches have left. In compiled
+        # autograd's graph it may also be from a backward compiled before.
+        set_argument(node, "group_id", group if part is None else part[0])
         set_argument(node, "read", self.indices[key])
         self.calls[self.indices[key], node.target] += 1
 
-    def _backward_group(self, parameter: ShardedParameter) -> tuple[int, int]:
-        """Return the number and the size of the group that gathers a parameter in backward."""
-        group = registry.unit_of(parameter).policy.post_forward_group
-        assert group is not None
-        return self.groups.number(group), group.size
+    def part(self, parameter: ShardedParameter, ranks: int) -> tuple[int, int]:
+        """Return the number and the size of the group of ``ranks`` neighbours that gathers parts of a parameter."""
+        return self.groups.number(parameter.group.part_of(ranks)), ranks
 
     def _read(
         self, node: Node, parameter: ShardedParameter, group: int, *, keep: bool, trainable: bool, full: bool
@@ -211,9 +211,8 @@ class _Numbering:
         unit = registry.unit_of(parameter)
         assert unit.key is not None
         block = self.blocks.setdefault((unit.key, parameter.block), len(self.blocks))
-        regather = None
-        if node.target is schema.unshard and argument(node, "post_forward_world_size") and trainable and not keep:
-            regather = self._backward_group(parameter)
+        ranks = argument(node, "post_forward_world_size") if node.target is schema.unshard else 0
+        regather = self.part(parameter, ranks) if ranks and trainable and not keep else None
         return Read(
             index=len(self.reads),
             name=parameter.name,
@@ -271,6 +270,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     id_places = tuple(_place_of_id(parameter, inputs) for parameter in numbering.parameters)
     # A checkpoint in eager code runs the graph again, and gathers both times.
     retained = () if in_checkpoint() or None in id_places else return_retained(gm, dict(found))
+    _number_parts(gm, numbering)
     gm.recompile()
     return Region(
         reads=tuple(numbering.reads),
@@ -351,6 +351,15 @@ def _id_in_dynamo_graph(node: Any, env: dict[Node, Any]) -> Any:
         return value_in_dynamo_graph(node, env)
     ids, *where = node.args
     return node.target(_id_in_dynamo_graph(ids, env), *where)
+
+
+def _number_parts(gm: GraphModule, numbering: _Numbering) -> None:
+    """Set the number of the group in each ``retain`` that leaves a part of a full parameter."""
+    for node in gm.graph.nodes:
+        if node.target is schema.retain and argument(node, "spec"):
+            groups = {parameter.group.part_of(argument(node, "world")) for parameter in numbering.parameters}
+            group = next(group for group in groups if group.group_id == argument(node, "group_id"))
+            set_argument(node, "group_id", numbering.groups.number(group))
 
 
 def _number_publishes(gm: GraphModule, indices: dict[tuple[int, bool, bool, str], int]) -> int:

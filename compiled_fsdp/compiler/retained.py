@@ -1,4 +1,4 @@
-"""Full parameters that checkpoints in a graph read, and that stay for the next microbatch.
+"""Full parameters, or parts of them, that checkpoints in a graph read, and that stay for the next microbatch.
 
 With ``set_reshard_after_backward(False)`` a forward keeps its full parameters. Dynamo stores those that are read
 outside of checkpoints (``schema.retain``), but lets code in a checkpoint store nothing. All ranks have to keep the same
@@ -37,20 +37,22 @@ def return_retained(gm: GraphModule, parameters: Mapping[Node, ShardedParameter]
         return ()
     known = [argument(node.args[0], "read") for node in gm.graph.nodes if node.target is schema.retain]
     new: list[int] = []
+    texts: list[str] = []
 
     def stays(node: Node) -> bool:
-        if node.target is not schema.unshard or not unit_of(parameters[node]).retain_across_microbatches:
+        if node.target is not schema.unshard or not (unit := unit_of(parameters[node])).retain_across_microbatches:
             return False
         read = argument(node, "read")
-        if read in known or read in new or argument(node, "world") == 1:
+        if read in known or read in new or argument(node, "world") == 1 or unit.has_retained(parameters[node]):
             return False
         new.append(read)
+        texts.append(parameters[node].part_text(unit.ranks_of_parts) if unit.ranks_of_parts else "")
         return True
 
     results = []
-    for full in _returned_by_checkpoints(gm, stays):
+    for full, text in zip(_returned_by_checkpoints(gm, stays), texts, strict=True):
         with gm.graph.inserting_before(full.next):
-            results.append(call_without_grad(gm.graph, schema.retain, full))
+            results.append(call_without_grad(gm.graph, schema.retain, full, text))
     _add_results(gm, results)
     return tuple(new)
 

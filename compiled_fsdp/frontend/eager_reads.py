@@ -165,7 +165,8 @@ class EagerBlock:
         self.expected = ExpectedGrads(weakref.ref(self.handle), resharded)
         # The full parameters by index; empty once another block runs.
         self.fulls: dict[int, Tensor] = {}
-        self._retains = unit.retain_across_microbatches and torch.is_grad_enabled()
+        # eager code leaves no parts for fewer ranks
+        self._retains = unit.retain_across_microbatches and not unit.ranks_of_parts and torch.is_grad_enabled()
         self._reads: dict[int, Tensor] = {}
         self._was_freed = False
 

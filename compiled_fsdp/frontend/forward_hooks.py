@@ -155,6 +155,9 @@ class ForwardHooks:
                 unit.end_in_checkpoint()
             elif runs_twice():
                 pass  # the forward has retained nothing
+            elif unit.unsharded_params is not None and unit.ranks_of_parts:
+                if not unit.keep_for_backward:
+                    unit.reshard()
             elif unit.unsharded_params is None and torch.is_grad_enabled():
                 unit.state = ShardState.RETAINED
             elif unit.state is ShardState.SHARDED:

@@ -107,7 +107,7 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
         for unit in units_of(self, recurse=recurse):
             unit.policy.reshard_after_forward = reshard_after_forward
             # now all ranks gather in backward, or none; a smaller group (``reshard_after_forward=8``) is dropped
-            unit.policy.post_forward_group, unit.post_forward_world_size = None, 0
+            unit.policy.post_forward_group = None
             unit.apply_reshard()
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:

@@ -85,17 +85,39 @@ class GradientMethods:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing, because each backward waits for its reductions, so that any backward may be the last."""
 
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_backward(self, reshard_after_backward: bool | int, *, recurse: bool = True) -> None:
         """Set whether a backward reshards parameters; False keeps full parameters across microbatches.
 
         From the next forward on, full parameters stay through forward and backward, whatever ``reshard_after_forward``
         says. They stay until a backward with True, ``reshard()``, or an optimizer's step. Call it before the forward.
+
+        With a number, for example 8, one working copy stays in each group of 8 neighbouring ranks: each rank keeps an
+        eighth of every parameter, and the following gathers stay inside the 8 ranks. ``reshard_after_forward`` still
+        decides whether full parameters stay from forward to backward. For example, with 8 ranks in each node::
+
+            for number, batch in enumerate(batches, start=1):
+                model.set_reshard_after_backward(True if number == len(batches) else 8)
+                model(batch).sum().backward()  # only the first forward gathers between nodes
+
+        Uncompiled code gathers over all ranks. The first call with a number is a collective call.
+
+        Args:
+            reshard_after_backward: True, False, or a factor of the number of shards; 1 is False, and the number of
+                shards is True.
+            recurse: whether it is also set for the units inside.
+
+        Raises:
+            ValueError: the number is no factor of the number of shards.
+            NotImplementedError: a parameter has all-gather extensions, and a number is given.
         """
-        for unit in units_of(self, recurse=recurse):
-            unit.policy.reshard_after_backward = reshard_after_backward
+        units = units_of(self, recurse=recurse)
+        if type(reshard_after_backward) is int:
+            for unit in units:
+                _make_groups_of_parts(unit, reshard_after_backward)
+        for unit in units:
+            unit.set_reshard_after_backward(reshard_after_backward)
             may_retain(unit)
-            unit.accumulation.expects_gradients |= not reshard_after_backward
-            unit.apply_reshard()
+            unit.accumulation.expects_gradients |= unit.retain_across_microbatches
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Do nothing, because a compiled backward gathers only the parameters that it reads, in any case.
@@ -212,6 +234,23 @@ def _apply_sync(unit: Unit) -> None:
     if unit.apply_sync():
         make_accumulation_gates(unit.parameters)
         unit.apply_texts()
+
+
+def _make_groups_of_parts(unit: Unit, ranks: int) -> None:
+    """Make the groups of ``ranks`` neighbours that gather parts of the unit's parameters, or raise an error."""
+    for parameter in unit.parameters:
+        if not 1 <= ranks <= parameter.world or parameter.world % ranks:
+            raise ValueError(
+                "set_reshard_after_backward: a number should be a factor of the number of shards, which is "
+                f"{parameter.world} for {parameter.name!r}, not {ranks}"
+            )
+        if 1 < ranks < parameter.world:
+            if parameter.wrapped:
+                raise NotImplementedError(
+                    f"set_reshard_after_backward: parameter {parameter.name!r} has all-gather extensions, of whose "
+                    "gathered tensors no parts can be kept. Use True or False for its unit (recurse=False)."
+                )
+            parameter.group.part_of(ranks)
 
 
 def _check_is_root(unit: Unit, method: str) -> None:

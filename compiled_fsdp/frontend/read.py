@@ -48,20 +48,22 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
         unit.eager.in_parts = True  # always the same value, so that traced code sets it without a guard
     if not twice and unit.unsharded_params is not None:
         return calls.attach(parameter, unit.unsharded_params[parameter.index])
+    parts = unit.parts()
     if not twice and unit.state is ShardState.RETAINED and parameter.retained is not None:
-        return calls.attach(parameter, parameter.retained)
+        full = calls.gather_retained(parameter, parts, unit.keep_for_backward) if parts else parameter.retained
+        return calls.attach(parameter, full)
     full = calls.unshard(parameter, unit.keep_for_backward, ranks)
     retains = not twice and unit.retain_across_microbatches
     if retains and torch.is_grad_enabled() and not in_lasting_body():  # without gradients no backward will come
         with torch.no_grad():
-            parameter.retained = schema.retain(full)
+            parameter.retained = schema.retain(full, parameter.part_text(parts) if parts else "")
     return full
 
 
 def _read_outside_of_graphs(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     if unit.unsharded_params is None and unit.unsharding is not None:
         unit.unsharding.wait()
-    full = parameter.retained if unit.state is ShardState.RETAINED else None
+    full = parameter.retained if unit.state is ShardState.RETAINED and not unit.ranks_of_parts else None
     if unit.unsharded_params is not None:
         full = unit.unsharded_params[parameter.index]
     if full is not None and unit.depth == 0:  # unsharded, and read outside of a forward

@@ -53,6 +53,15 @@ def attach(parameter: ShardedParameter, full: Tensor) -> Tensor:
     return autograd.attach(full, gate_of(parameter), parameter.id_tensor, parameter.read_text)
 
 
+def gather_retained(parameter: ShardedParameter, ranks: int, keep: bool) -> Tensor:
+    """Gather a parameter in a graph from the parts that ``ranks`` neighbours have retained, without a gradient.
+
+    ``keep``: as for ``unshard``.
+    """
+    assert parameter.retained is not None
+    return schema.read(parameter.retained, None, parameter.block_ids, parameter.part_text(ranks), keep, 0)
+
+
 @never_compiled
 def attach_eagerly(parameter: ShardedParameter, full: Tensor) -> Tensor:
     """The same as ``attach`` in eager code."""

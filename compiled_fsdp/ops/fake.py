@@ -50,6 +50,11 @@ def reshard(full: Tensor, world: int, group_id: int, dim: int) -> Tensor:
     return full.new_empty(shard_size(full.shape, world, dim))
 
 
+def retain(full: Tensor, spec_text: str = "") -> Tensor:
+    """The full parameter, or a part of it for the group of the spec."""
+    return full.new_empty(ReadSpec.parse(spec_text).shard_size) if spec_text else torch.empty_like(full)
+
+
 def gather_full(*given: Any) -> list[Tensor]:
     """The full parameters."""
     return [full(*of_one) for of_one in zip(*given, strict=True)]
@@ -88,7 +93,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "reduce_grad": reduced,
     "use": like_first,
     "zero_grad": like_first,
-    "retain": like_first,
+    "retain": retain,
     "retained": torch.ops.aten.alias.default,
     "share": like_first,
     "reshard": reshard,

@@ -167,9 +167,14 @@ def _unpack_reduce(bucket: Tensor, offset: int, spec_text: str, dtype: torch.dty
     return clone_if_aliased(shard, bucket)
 
 
+def _retain(full: Tensor, spec_text: str = "") -> Tensor:
+    return _only_lowered() if spec_text else full.clone()  # torch's own backends use the memory of ``full`` again
+
+
 def _only_lowered(*_: Any) -> NoReturn:
     raise NotImplementedError(
-        "compiled_fsdp: the pass 'lower' is switched off, but reshard_after_forward=<int> needs it."
+        "compiled_fsdp: reshard_after_forward=<int> and set_reshard_after_backward(<int>) need the pass 'lower' of the "
+        "backend 'compiled_fsdp'. Do not switch the pass off, and compile with this backend; or give a bool."
     )
 
 
@@ -180,7 +185,7 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "reduce_grad": _reduce_grad,
     "use": lambda output, fulls: output.clone(),
     "zero_grad": lambda full, grad: torch.zeros_like(full),
-    "retain": lambda full: full.clone(),  # torch's own backends use the memory of ``full`` again
+    "retain": _retain,
     "retained": _share,
     "share": _share,
     "reshard": _only_lowered,

@@ -19,8 +19,9 @@ Other ops of reads:
 - ``use(output, fulls)`` returns ``output``. In backward it sends a ``zero_grad`` to every parameter in ``fulls``, so
   that all ranks reduce the same parameters even if the forward skipped some on one rank (``frontend/unused.py``). Both
   ops take the full parameters, so that every rank gathers them in forward and in backward.
-- ``retain`` marks a full parameter that stays after the graph has run. ``retained`` replaces it in a graph that also
-  returns the full parameter as a result of the user's code.
+- ``retain`` marks a full parameter that stays after the graph has run. With the ``spec`` of a smaller group, only this
+  rank's part for that group stays. ``retained`` replaces it in a graph that also returns the full parameter as a result
+  of the user's code.
 - ``reshard`` cuts this rank's shard for a smaller group out of a full parameter.
 
 Ops of pending gradients (some are defined in ``buckets/effects.py``):
@@ -84,7 +85,7 @@ def unshard_args(
 
 lib.define("use(Tensor output, Tensor[] fulls) -> Tensor")
 lib.define("zero_grad(Tensor full, Tensor grad) -> Tensor")
-lib.define("retain(Tensor full) -> Tensor")
+lib.define('retain(Tensor full, str spec="") -> Tensor')
 # its schema says that it returns a view, so only graphs that are functional already may hold it
 lib.define("retained(Tensor(a) full) -> Tensor(a)")
 lib.define("reshard(Tensor full, int world, int group_id, int dim) -> Tensor")

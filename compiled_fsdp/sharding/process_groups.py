@@ -124,6 +124,11 @@ class ShardGroup:
         """The number of ranks that a gradient is averaged over."""
         return self.size * self.replicas
 
+    def part_of(self, ranks: int) -> ShardGroup:
+        """The group of ``ranks`` neighbours among the shards, with this rank; the first call is a collective call."""
+        assert self.process_group is not None
+        return subgroup_of(self.process_group, ranks)
+
     def with_separate_reduce_scatter(self, separate: bool) -> ShardGroup:
         """Return these groups with a separate group for reductions, or without: a collective call the first time."""
         if (self.reduce_scatter_group is not None) == separate or self.process_group is None:

@@ -18,6 +18,9 @@ class CommPolicy:
     # The ranks that gather in backward, if they are a part of the shard group (``reshard_after_forward=8``).
     post_forward_group: ShardGroup | None = None
     reshard_after_backward: bool = True
+    # The ranks that share one copy of the parameters over microbatches (``set_reshard_after_backward(8)``); 0: each
+    # rank has full parameters.
+    ranks_of_parts: int = 0
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     # Leave reductions to ``finalize_backward()``, or to the end of a backward with gradient sync on.

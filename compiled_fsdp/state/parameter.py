@@ -162,7 +162,7 @@ class ShardedParameter:
         self.attributes: dict[str, Any] = {}
         self.hooks = Hooks(hook_arguments)
         self.hold_local()
-        # The full parameter, kept across microbatches (``set_reshard_after_backward``).
+        # The full parameter, or this rank's part of it (``Unit.ranks_of_parts``), kept across microbatches.
         self.retained: torch.Tensor | None = None
 
         # ---- its gradients
@@ -193,6 +193,16 @@ class ShardedParameter:
                     TEXT.format(name): self.read_text,
                 }
             )
+
+    @torch.compiler.assume_constant_result
+    def part_text(self, ranks: int) -> str:
+        """The text of a read that ``ranks`` neighbours gather from their parts of the full parameter.
+
+        It makes no guard, because every graph with such a read guards on ``read_text``, too.
+        """
+        # parts are cut from decoded parameters, on the device that computes, and are not encoded again
+        group_id = self.group.part_of(ranks).group_id
+        return str(replace(self.read_spec, world=ranks, group_id=group_id, device=None, codec=""))
 
     @property
     def dtype(self) -> torch.dtype:

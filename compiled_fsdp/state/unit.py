@@ -104,8 +104,10 @@ class Unit:
         self.keep_for_backward = False
         # Whether full parameters stay until a backward that reshards (``set_reshard_after_backward(False)``).
         self.retain_across_microbatches = False
+        # If each rank keeps only its part of them (``set_reshard_after_backward(8)``): how many ranks gather the parts.
+        self.ranks_of_parts = 0
         # How many ranks gather in backward (``reshard_after_forward=8``); 0: all that shard the parameters.
-        self.post_forward_world_size = 0 if policy.post_forward_group is None else policy.post_forward_group.size
+        self.post_forward_world_size = 0
 
         # How many forwards of the unit are running. While there is one, reading a parameter gathers it.
         self.depth = 0
@@ -141,10 +143,13 @@ class Unit:
 
     def mode_of(self, parameter: ShardedParameter) -> str:
         """How a forward reads a parameter: "full" already, or gathered and then "kept" for backward or "resharded"."""
-        retained = self.state is ShardState.RETAINED and parameter.retained is not None
-        if self.unsharded_params is not None or retained:
+        if self.unsharded_params is not None or (self.has_retained(parameter) and not self.ranks_of_parts):
             return "full"
         return "kept" if self.keep_for_backward else "resharded"
+
+    def has_retained(self, parameter: ShardedParameter) -> bool:
+        """Whether the next forward reads a full parameter, or gathers parts, that an earlier forward has left."""
+        return self.state is ShardState.RETAINED and parameter.retained is not None
 
     def model_communicates_nothing(self, *, trains: bool) -> bool:
         """Whether a forward and its backward communicate nothing in any part of the model, so one rank may run alone.
@@ -173,7 +178,8 @@ class Unit:
         reduced = parameter.read_spec.reduce if trains and parameter.param.requires_grad else "frozen"
         dtype, size, dim = str(parameter.dtype).removeprefix("torch."), list(parameter.layout.largest), parameter.dim
         line = f"{dtype}{size}" + (f" dim {dim}" if dim else "") + f", {mode}, {reduced}"
-        line += f", gathered again by {ranks}" if (ranks := self.post_forward_world_size) else ""
+        ranks = self.ranks_of_parts if self.has_retained(parameter) else self.post_forward_world_size
+        line += f", gathered again by {ranks}" if ranks else ""
         line += f", gathered as {parameter.codec}" if parameter.codec else ""
         return line + (f", prefetches {self.prefetch_lists.key}" if self.prefetch_lists.key else "")
 
@@ -187,6 +193,14 @@ class Unit:
         if traced is not None:
             traced.values("post_forward_world_size", "code_version")
         return self.post_forward_world_size
+
+    @torch.compiler.assume_constant_result
+    def parts(self) -> int:
+        """``ranks_of_parts``; while Dynamo traces, a guarded constant, as ``ranks_in_backward``."""
+        traced = TracedObject.of(self)
+        if traced is not None:
+            traced.values("ranks_of_parts")
+        return self.ranks_of_parts
 
     # ---- modules and other units -------------------------------------------------------------------------------------
     @property
@@ -329,9 +343,25 @@ class Unit:
     # ---- sharded or not ----------------------------------------------------------------------------------------------
     def apply_reshard(self) -> None:
         """Apply ``reshard_after_forward`` and ``reshard_after_backward``."""
-        asked = self.policy.reshard_after_forward
-        self.retain_across_microbatches = not self.policy.reshard_after_backward
-        self.keep_for_backward = self.retain_across_microbatches or not (not self.is_root if asked is None else asked)
+        policy, asked = self.policy, self.policy.reshard_after_forward
+        self.retain_across_microbatches = retains = not policy.reshard_after_backward
+        self.ranks_of_parts = policy.ranks_of_parts
+        keeps = not (not self.is_root if asked is None else asked)
+        self.keep_for_backward = keeps or (retains and not self.ranks_of_parts)
+        group = policy.post_forward_group
+        self.post_forward_world_size = (retains and self.ranks_of_parts) or (0 if group is None else group.size)
+
+    def set_reshard_after_backward(self, value: bool | int) -> None:
+        """Store the switch, and drop retained parameters if they are not those that it asks for."""
+        policy, shards = self.policy, max((parameter.world for parameter in self.parameters), default=1)
+        policy.reshard_after_backward = value is True or (value is not False and 1 < value == shards)
+        if not policy.reshard_after_backward:  # else the next forward may read, and its backward drops, the parts
+            ranks = 0 if value in (False, 1) else value
+            if ranks != policy.ranks_of_parts:
+                policy.ranks_of_parts = ranks
+                if self.state is ShardState.RETAINED:
+                    self.reshard()
+        self.apply_reshard()
 
     def reshard(self) -> None:
         """Drop the full parameters that ``unshard()`` gathered or that a forward has retained.
@@ -361,7 +391,8 @@ class Unit:
     def after_backward(self, parameter: ShardedParameter) -> None:
         """Reshard, because a gradient of ``parameter`` has come, unless parameters stay for the next microbatch."""
         self.forget_reads()
-        if self.policy.reshard_after_backward:
+        is_unsharded = self.unsharded_params is not None
+        if self.policy.reshard_after_backward or (self.ranks_of_parts and is_unsharded):
             self.reshard()
         elif self.state is ShardState.RETAINED and parameter.retained is not None:
             mark_static(parameter.retained)

@@ -334,13 +334,14 @@ class _Draw:
         pick = self.random.choice
         some = pick(["model", *self.units(program)])
         layer = f"model.layers[{self.random.randrange(len(program.layers))}]"
+        copies = (2, 2) if (program.world, program.mesh) == (4, "1-D") else ()  # a copy in each half of the ranks
         choices = [
             f"{layer}.requires_grad_(False)",
             f"{layer}.requires_grad_(True)"
             if not NO_GRADIENTS & {layer.kind for layer in program.every_layer()}
             else "",
             f"{some}.set_reshard_after_forward({pick((True, False))})",
-            f"model.set_reshard_after_backward({pick((True, False))})",
+            f"model.set_reshard_after_backward({pick((True, False, *copies))})",
             f"{some}.unshard()",
             f"{some}.reshard()",
             "model.set_is_last_backward(True)",

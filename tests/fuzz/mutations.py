@@ -17,6 +17,7 @@ from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compat import region_calls
 from compiled_fsdp.compiler import compilation, equal_layers
+from compiled_fsdp.frontend import optimizer_hooks
 from compiled_fsdp.optim import local, norm
 from compiled_fsdp.passes import recompute, reshard
 from compiled_fsdp.ranks.agreement import Agreement, Follows
@@ -252,6 +253,11 @@ def _takes_other_layers_for_equal() -> AbstractContextManager[Any]:
     return mock.patch.object(equal_layers, "form_of_arguments", without_constants)
 
 
+def _keeps_copies() -> AbstractContextManager[Any]:
+    """Parameters that stay over microbatches, in full or in parts, also stay when an optimizer has written new ones."""
+    return mock.patch.object(optimizer_hooks, "retaining_units", return_value=[])
+
+
 MUTATIONS: dict[str, Mutation] = {
     "a wrong divisor": _sums,
     "a lost hook": _loses_hooks,
@@ -274,6 +280,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a lost state": _loses_states,
     "a gradient of another layer": _gives_gradients_away,
     "a constant of another layer": _takes_other_layers_for_equal,
+    "a stale working copy": _keeps_copies,
 }
 
 

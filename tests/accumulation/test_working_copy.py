@@ -1,0 +1,172 @@
+"""A working copy of the parameters inside each node, which stays over microbatches. Two nodes of two ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from compiled_fsdp import compiled_autograd, count_communication, explain, fully_shard
+from tests.harness import compiled, distributed
+from tests.harness.cases import variants
+
+
+class Layers(nn.Sequential):
+    """Linear layers; seven rows do not divide by four ranks. The middle one may be checkpointed, or end in a break."""
+
+    def __init__(self, middle: str = "") -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 8)), nn.Linear(8, 8))
+        self.middle = middle
+
+    def forward(self, x):
+        x = self[0](x)
+        x = checkpoint(self[1], x, use_reentrant=False) if self.middle == "checkpoint" else self[1](x)
+        if self.middle == "break":
+            torch._dynamo.graph_break()
+        return self[2](x)
+
+
+def sharded(middle: str = "", **options) -> nn.Module:
+    model = Layers(middle)
+    for layer in model:
+        fully_shard(layer, **options)
+    return fully_shard(model, reshard_after_forward=True)
+
+
+def loss_of(call, micro):
+    return call(torch.full((2, 8), 0.1 + dist.get_rank() + micro)).square().mean()
+
+
+def accumulate(model, call, copies=(2, 2, True), sync=(True, True, True)):
+    """A step of one microbatch for each of `copies`. Returns its losses, and the bytes that gathers have sent."""
+    losses, sent = [], []
+    for micro, (copy, syncs) in enumerate(zip(copies, sync, strict=True)):
+        model.set_requires_gradient_sync(syncs)
+        model.set_reshard_after_backward(copy)
+        with count_communication() as volume:
+            losses.append(loss_of(call, micro))
+            losses[-1].backward()
+        sent.append(volume["gather"].sent)
+    return [loss.detach() for loss in losses], sent
+
+
+def train(model, call, steps=2, **how):
+    """Steps of SGD. Returns all losses and gradients, and the bytes that gathers have sent in the last step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(steps):
+        losses, sent = accumulate(model, call, **how)
+        found += [*losses, *(param.grad.to_local().clone() for param in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, sent
+
+
+def retained(model):
+    return [p.retained for unit in model._fsdp_unit.tree_units() for p in unit.parameters]
+
+
+def assert_equal(found, expected):
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_only_the_first_forward_gathers_between_nodes(rank, world_size, codegen):
+    """The same bits as without a copy. The copy is half of each parameter, and goes with the last backward."""
+    model, plain = sharded(), sharded()
+    found, sent = train(model, compiled(model, bucket="module", codegen=codegen))
+    assert retained(model) == [None] * 8
+    expected, all_sent = train(plain, compiled(plain, bucket="module", codegen=codegen), copies=(True,) * 3)
+    assert_equal(found, expected)
+    places = {
+        (graph.phase, bucket.group_id)
+        for graph in explain(model).graphs
+        for bucket in graph.plan.launches
+        if bucket.kind == "gather"
+    }
+    assert places == {("forward", 0), ("forward", 1), ("backward", 1)}
+    # a ring of 4 ranks sends 3/4 of a bucket, a ring of 2 half of it; the first forward gathers over 4 ranks
+    assert sent[1] == sent[2] == all_sent[1] * 2 // 3
+    assert sent[1] < sent[0] < all_sent[0]
+
+
+@distributed(world_size=4)
+def test_writes_and_other_calls_while_there_is_a_copy(rank, world_size):
+    """A step, a loaded state dict and a move are seen; an evaluation uses the copy; `unshard()` and False replace it."""
+    model, plain = sharded(), sharded()
+    calls = compiled(model, bucket="module"), compiled(plain, bucket="module")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+
+    def same(micro, *, grad=True):
+        losses = []
+        for call in calls:
+            with torch.set_grad_enabled(grad):
+                losses.append(loss_of(call, micro))
+            if grad:
+                losses[-1].backward()
+        assert torch.equal(*losses)
+        if grad:
+            assert_equal(*([p.grad.to_local() for p in m.parameters()] for m in (model, plain)))
+
+    model.set_reshard_after_backward(2)
+    same(0)
+    parts = retained(model)
+    assert [part.numel() for part in parts] == [32, 4, 32, 4, 28, 4, 32, 4]
+    same(1, grad=False)
+    same(1)
+    assert all(now is before for now, before in zip(retained(model), parts, strict=True))
+    for optimizer in optimizers:
+        optimizer.step()  # with the number still set
+    assert retained(model) == [None] * 8
+    same(2)
+    state = {name: value * 2 for name, value in plain.state_dict().items()}
+    assert_equal(*([v.to_local() for v in m.state_dict().values()] for m in (model, plain)))
+    for m in (model, plain):
+        m.load_state_dict(state)
+    same(3)
+    model[0].unshard()
+    same(4)
+    same(5)
+    model.set_reshard_after_backward(False)
+    same(6)
+    assert [full.numel() for full in retained(model)] == [64, 8, 56, 7, 56, 8, 64, 8]
+    model.set_reshard_after_backward(4)  # all ranks: True
+    same(7)
+    assert retained(model) == [None] * 8
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize(
+    "middle", variants(["checkpoint", "break", "eager", "compiled autograd", "kept"], "checkpoint")
+)
+def test_a_copy_in_other_code(rank, world_size, middle):
+    """The same bits as without a copy; uncompiled code has none, and gathers over all ranks."""
+    found, sent = [], []
+    for copy in (2, True):
+        model = sharded(middle, **({"reshard_after_forward": False} if middle == "kept" else {}))
+        call = model if middle == "eager" else compiled(model, bucket="module")
+        how = compiled_autograd() if middle == "compiled autograd" else torch.enable_grad()
+        with how:
+            values, gathered = train(model, call, copies=(copy, copy, True), sync=(False, False, True))
+        found.append(values)
+        sent.append(gathered)
+        assert retained(model) == [None] * 8
+    assert_equal(*found)
+    if middle == "eager":
+        assert sent[0] == sent[1]
+    else:
+        assert sent[0][1] < sent[1][1]
+
+
+@distributed(world_size=4)
+def test_numbers_of_ranks_that_do_not_fit(rank, world_size):
+    model = sharded()
+    with pytest.raises(
+        ValueError, match=r"should be a factor of the number of shards, which is 4 for '0.weight', not 3"
+    ):
+        model.set_reshard_after_backward(3)
+    model.set_reshard_after_backward(2)
+    with pytest.raises(Exception, match=r"set_reshard_after_backward\(<int>\) need the pass 'lower' of the backend"):
+        loss_of(torch.compile(model, backend="aot_eager"), 0)  # torch's own
