@@ -10,6 +10,8 @@ WHOLE = "compiled_fsdp"
 COMPARED_TO = "fsdp2"
 BROKEN = ("broken", "broken_inside", "broken_autograd", "blocks")
 ACCUMULATING = ("accumulate_each", "accumulate_wait", "fsdp2_accumulate_each", "fsdp2_accumulate_wait")
+ON_MACHINES = ("accumulate_each", "accumulate_hsdp", "accumulate_hfsdp")
+"""Systems with ``--accumulate --layout reshard``: shards over all ranks, HSDP, and a working copy on each machine."""
 CODECS = ("fsdp2_bf16", "bf16", "wire_bf16", "wire_fp8_bf16", "wire_int8", "wire_int8_feedback", "wire_int8_broken")
 EXTENSIONS = ("float8", "fsdp2_float8")
 """Systems with all-gather extensions: torchao's float8 training. They need torchao."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
@@ -301,8 +301,7 @@ class Accumulating(Training):
         call: the callable that runs the model, perhaps compiled.
         x: a microbatch.
         loss_of: computes the loss from outputs and microbatch.
-        waits: True: gradients are reduced with the last microbatch, and parameters stay unsharded up to it. False:
-            every microbatch gathers, reduces and reshards.
+        prepare: is called with the model, and whether the microbatch is the last one, before each microbatch.
     """
 
     def __init__(
@@ -311,30 +310,60 @@ class Accumulating(Training):
         call: Callable[[Tensor], Tensor],
         x: Tensor,
         loss_of: Callable[[Tensor, Tensor], Tensor],
-        waits: bool,
+        prepare: Callable[[Any, bool], None],
     ) -> None:
         super().__init__(model, call, x, loss_of)
-        self.waits = waits
+        self.prepare = prepare
 
     def step(self) -> tuple[float, float]:
         """Run all microbatches; return the seconds of their forwards and of their backwards."""
-        model: Any = self.model
         seconds = [0.0, 0.0]
         for index in range(MICROBATCHES):
-            if self.waits:
-                last = index == MICROBATCHES - 1
-                model.set_requires_gradient_sync(last)
-                model.set_reshard_after_backward(last)
-                model.set_is_last_backward(last)
+            self.prepare(self.model, index == MICROBATCHES - 1)
             for i, taken in enumerate(super().step()):
                 seconds[i] += taken
         return seconds[0], seconds[1]
 
 
+def _each(model: Any, last: bool) -> None:
+    """Let every microbatch gather, reduce and reshard."""
+
+
+def _wait(model: Any, last: bool) -> None:
+    """Reduce gradients with the last microbatch, and leave parameters unsharded up to it."""
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+    model.set_is_last_backward(last)
+
+
 def _accumulate(waits: bool, shard: Shard, setting: Setting) -> Training:
     model = setting.sharded(shard, **({"reshard_after_forward": False} if waits else {}))
     call = torch.compile(model, backend="compiled_fsdp") if shard is fully_shard else model
-    return Accumulating(model, call, setting.x, setting.model.loss, waits)
+    return Accumulating(model, call, setting.x, setting.model.loss, _wait if waits else _each)
+
+
+def _accumulate_hsdp(setting: Setting) -> Training:
+    """Two replicas, one on each machine, whose gradients are all-reduced with the last microbatch."""
+    mesh = init_device_mesh("cpu", (2, setting.mesh.size() // 2), mesh_dim_names=("replicas", "shards"))
+    model = replace(setting, mesh=mesh, options={}).sharded(fully_shard)
+
+    def prepare(model: Any, last: bool) -> None:
+        model.set_requires_all_reduce(last)
+
+    call = torch.compile(model, backend="compiled_fsdp")
+    return Accumulating(model, call, setting.x, setting.model.loss, prepare)
+
+
+def _accumulate_hfsdp(setting: Setting) -> Training:
+    """All ranks shard, with a working copy on each machine; gradients leave it with the last microbatch."""
+    model, ranks = setting.sharded(fully_shard), setting.mesh.size() // 2
+
+    def prepare(model: Any, last: bool) -> None:
+        model.set_reshard_after_backward(True if last else ranks)
+        model.set_requires_all_reduce(last)
+
+    call = torch.compile(model, backend="compiled_fsdp")
+    return Accumulating(model, call, setting.x, setting.model.loss, prepare)
 
 
 def _floor_compute(setting: Setting) -> Training:
@@ -386,6 +415,8 @@ SYSTEMS = {
     "accumulate_wait": System(partial(_accumulate, True, fully_shard), reshard=False, trains=False),
     "fsdp2_accumulate_each": System(partial(_accumulate, False, fsdp2), trains=False, compiles=False),
     "fsdp2_accumulate_wait": System(partial(_accumulate, True, fsdp2), reshard=False, trains=False, compiles=False),
+    "accumulate_hsdp": System(_accumulate_hsdp, trains=False),
+    "accumulate_hfsdp": System(_accumulate_hfsdp, trains=False),
     "budget_100": System(partial(_budget, 1.0)),
     "budget_80": System(partial(_budget, 0.8)),
     "budget_60": System(partial(_budget, 0.6)),

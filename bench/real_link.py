@@ -20,7 +20,9 @@ are those that the network card of rank 0's machine sent ("sent") and those that
 
 With ``--accumulate`` a step has four microbatches of the whole batch size each. "accumulate_each" reduces and reshards
 in every microbatch. "accumulate_wait" reduces in the last one only, and keeps parameters unsharded up to it. FSDP2 and
-compiled_fsdp get the same calls.
+compiled_fsdp get the same calls. With ``--layout reshard``, "accumulate_hsdp" and "accumulate_hfsdp" run beside
+"accumulate_each" instead: replicas on the two machines, and a working copy on each machine with state that is sharded
+over both. Both reduce between the machines in the last microbatch.
 
 With ``--budgets`` the systems have memory budgets: "budget_60" has 60 % of the planned peak of compiled_fsdp, or the
 least that fits, if that is more.
@@ -65,6 +67,7 @@ from bench.link_cases import (
     LAYOUTS,
     NAMES,
     OF_ONE_GROUP,
+    ON_MACHINES,
     STEPS,
     UNSHARDED,
     WHOLE,
@@ -256,7 +259,7 @@ def check(case: Case, rows: list[dict[str, Any]]) -> None:
                 f"{row['system']}: {reported / 1e6:.1f} MB reported by this machine's ranks, {sent / 1e6:.1f} sent: "
                 f"{sent / reported:.3f}"
             )
-    for name in ACCUMULATING[1:]:
+    for name in (*ACCUMULATING[1:], *ON_MACHINES[1:]):
         if {name, ACCUMULATING[0]} <= by_name.keys():
             row = by_name[name]
             print(f"{name} / {ACCUMULATING[0]} = {row['ratio_to_each']:.3f} {_range(row['ratio_to_each_ci'])}")
@@ -309,7 +312,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     # with --quick no systems with graph breaks, because they would need more than its 15 minutes
     usual = [name for name in NAMES if not (options.quick and name in BROKEN)]
-    chosen = ACCUMULATING if options.accumulate else WIRE if options.wire else None
+    accumulating = ON_MACHINES if options.layout == "reshard" else ACCUMULATING
+    chosen = accumulating if options.accumulate else WIRE if options.wire else None
     chosen = (WHOLE, *BUDGETS) if options.budgets else chosen
     known = chosen or (*NAMES, *UNSHARDED, *STEPS)
     if not LAYOUTS[options.layout].is_one_group:

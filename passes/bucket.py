@@ -72,7 +72,9 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         else:
             members = [grads[read].popleft() for read in planned.reads]
             at_the_end = ctx.planned.schedule[number].wait == ctx.planned.end
-            if ctx.rules.is_fragment and ctx.phase == "backward" and at_the_end and _only_returned(members):
+            whole_group = planned.group_id == ctx.reads[planned.reads[0]].group_id  # else only this graph knows it
+            deferred = ctx.rules.is_fragment and ctx.phase == "backward" and at_the_end and whole_group
+            if deferred and _only_returned(members):
                 launch = _defer_reduction(gm, planned, members)
             else:
                 launch = _reduce(gm, planned, members, ctx)

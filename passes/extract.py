@@ -192,7 +192,7 @@ def persistent_bytes(ctx: PassContext) -> int:
         of_training = read.grad_itemsize + ctx.optimizer_bytes_per_element if read.trainable else 0
         total += elements * (read.shard_itemsize + of_training)
         if read.trainable and read.reduce_spec.adds_accumulated:
-            total += read.reduced_bytes
+            total += read.reduced_bytes / (read.reduces_within[0] if read.reduces_within else 1)
         if read.trainable and read.reduce_spec.error_feedback:
             total += read.elements * RESIDUAL_ITEMSIZE
     return math.ceil(total)

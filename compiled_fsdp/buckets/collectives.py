@@ -171,6 +171,18 @@ def by_rank(grad: Tensor, numel: int, world: int, dim: int = 0) -> Tensor:
     return pad_rows(grad, world * numel // math.prod(grad.shape[1:])).reshape(world, -1)
 
 
+def by_parts(grad: Tensor, world: int, ranks: int, dim: int) -> Tensor:
+    """A full gradient, padded, in the order in which ``ranks`` neighbours out of ``world`` ranks reduce it first.
+
+    Rank i of the neighbours gets the shards of the ranks i, ranks + i, 2 * ranks + i, ... one after another. A second
+    reduction over these ranks then leaves each of them its own shard. For example, with ``world=4`` and ``ranks=2``
+    the shards come in the order 0, 2, 1, 3.
+    """
+    shard = shard_size(grad.shape, world, dim)[dim]
+    padded = grad if dim > 0 else pad_rows(grad, world * shard)
+    return padded.unflatten(dim, (world // ranks, ranks, shard)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
 def pack_grads(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Tensor]) -> list[Tensor]:
     """Pack full gradients: one flat tensor, or a tensor for each gradient of a coalesced bucket.
 

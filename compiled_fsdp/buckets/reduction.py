@@ -24,7 +24,8 @@ class GradSync(enum.Enum):
 
     # Over all ranks that have the parameter. The gate adds the gradient to ``.grad``.
     ALL = "all"
-    # Over the ranks that shard the parameter. The gradient is pending until a later all-reduce over the replicas.
+    # Over the ranks that shard the parameter, or over a part of them (``ReduceSpec.within``). The gradient is pending
+    # until it is reduced over the replicas, or over the other parts.
     SHARDS_ONLY = "scatter"
     # Not at all. The full gradient is pending until a later reduction.
     NONE = "none"
@@ -54,6 +55,9 @@ class ReduceSpec:
     error_feedback: bool = False
     # Whether a gradient of a dtype wider than ``dtype`` is communicated in its own dtype (``grad_dtype=None``).
     any_dtype: bool = False
+    # With SHARDS_ONLY: the number of neighbouring ranks that reduce it together, and the number of their group. None:
+    # all ranks that shard it.
+    within: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         words = [self.dtype, "avg" if self.divide is None else f"sum/{self.divide[0]:g}/{self.divide[1]:g}"]
@@ -67,6 +71,8 @@ class ReduceSpec:
             words.append("feedback")
         if self.any_dtype:
             words.append("any")
+        if self.within is not None:
+            words.append(f"within/{self.within[0]}/{self.within[1]}")
         return " ".join(words)
 
     @staticmethod
@@ -78,7 +84,9 @@ class ReduceSpec:
         sync = next((_SYNC_BY_WORD[word] for word in rest if word in _SYNC_BY_WORD), GradSync.ALL)
         assert divide is None or len(divide) == 2
         codec = next((word for word in rest if word.partition("/")[0] in codecs.NAMES), "")
-        return ReduceSpec(dtype, divide, sync, "waiting" in rest, codec, "feedback" in rest, "any" in rest)
+        parts = next((word.split("/")[1:] for word in rest if word.startswith("within/")), None)
+        within = None if parts is None else (int(parts[0]), int(parts[1]))
+        return ReduceSpec(dtype, divide, sync, "waiting" in rest, codec, "feedback" in rest, "any" in rest, within)
 
     def of(self, *dtypes: torch.dtype) -> ReduceSpec:
         """The spec for reducing gradients of these dtypes together: with ``any_dtype`` in the widest dtype."""

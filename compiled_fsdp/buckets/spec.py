@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -96,6 +96,14 @@ class ReadSpec(TextForm):
     def reduction(self) -> ReduceSpec:
         """How the parameter's gradient is reduced."""
         return ReduceSpec.parse(self.reduce)
+
+    @property
+    def reduced_within(self) -> ReadSpec:
+        """The facts to reduce a gradient within a part of the ranks (``ReduceSpec.within``), in ``by_parts`` order."""
+        assert self.reduction.within is not None
+        world, group_id = self.reduction.within
+        padded = tuple(self.world * n if i == self.dim else n for i, n in enumerate(self.shard_size))
+        return replace(self, size=padded, world=world, group_id=group_id)
 
 
 @dataclass(frozen=True)

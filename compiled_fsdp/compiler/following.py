@@ -164,7 +164,7 @@ def agreed_plan(
     obstacle = ""
     if any(read.piece for read in region.reads):
         obstacle = "parameters with all-gather extensions are gathered in pieces"
-    elif any(read.backward_group for read in region.reads):
+    elif any(read.backward_group or read.reduces_within for read in region.reads):
         obstacle = "with reshard_after_forward=<int> or set_reshard_after_backward(<int>) fewer ranks gather parts"
     elif region.shares_checkpoint:
         obstacle = "one checkpoint has several compiled graphs, which run again before the first one's backward"

@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.effects import accumulate_grad
-from compiled_fsdp.buckets.reduction import PIECE
+from compiled_fsdp.buckets.reduction import PIECE, ReduceSpec
 from compiled_fsdp.compat.autograd import in_checkpoint, running_checkpoint
 from compiled_fsdp.compat.dynamo import graph_break_of, is_resume_frame, value_in_dynamo_graph
 from compiled_fsdp.compat.modules import innermost_forward
@@ -183,13 +183,16 @@ class _Numbering:
         piece = argument(node, "reduce") if node.target is schema.unshard else ""
         key = (parameter.param_id, trainable, full, piece if piece.startswith(PIECE) else "")
         group = self.groups.number(parameter.group)
-        gathers_pieces = node.target is schema.unshard and argument(node, "world") != parameter.world
+        gathers_pieces = node.target is not attach and argument(node, "world") != parameter.world
         part = self.part(parameter, argument(node, "world")) if gathers_pieces else None
+        if trainable and (reduction := ReduceSpec.parse(argument(node, "reduce"))).within is not None:
+            number, ranks = self.part(parameter, reduction.within[0])
+            set_argument(node, "reduce", str(replace(reduction, within=(ranks, number))))
         if key not in self.indices:
             self.indices[key] = len(self.reads)
             keep = reduces or full or bool(argument(node, "keep"))
             read = self._read(node, parameter, group, keep=keep, trainable=trainable, full=full)
-            if part is not None:
+            if part is not None and not reduces:
                 read = replace(read, backward_group=part)
             if key[-1]:
                 read = _of_piece(read, node)

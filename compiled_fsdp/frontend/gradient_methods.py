@@ -56,7 +56,14 @@ class GradientMethods:
         """Set whether the next forward's backward also reduces gradients over the replicas of a 2-D mesh.
 
         With False, gradients are reduced over the ranks that shard them and stay pending. ``.grad`` comes with a
-        backward that reduces over the replicas, too. It has no effect on a 1-D mesh.
+        backward that reduces over the replicas, too.
+
+        On a 1-D mesh it has no effect without a working copy. With ``set_reshard_after_backward(8)``, gradients are
+        reduced over 8 neighbouring ranks, each of which keeps an eighth of every sum. A backward of a forward with True
+        reduces these sums over the other ranks at its end.
+
+        Raises:
+            NotImplementedError: there is a working copy, and a ``WirePolicy`` encodes gradients.
         """
         for unit in units_of(self, recurse=recurse):
             unit.policy.requires_all_reduce = requires_all_reduce
@@ -115,7 +122,8 @@ class GradientMethods:
             for unit in units:
                 _make_groups_of_parts(unit, reshard_after_backward)
         for unit in units:
-            unit.set_reshard_after_backward(reshard_after_backward)
+            if unit.set_reshard_after_backward(reshard_after_backward):
+                _apply_sync(unit)
             may_retain(unit)
             unit.accumulation.expects_gradients |= unit.retain_across_microbatches
 
@@ -232,6 +240,14 @@ def units_of(module: Any, *, recurse: bool = True) -> list[Unit]:
 
 def _apply_sync(unit: Unit) -> None:
     if unit.apply_sync():
+        for parameter in unit.parameters if unit.accumulation.within else ():
+            if parameter.reduce_codec[0]:
+                raise NotImplementedError(
+                    f"set_requires_all_reduce: gradients of {parameter.name!r} are encoded ({parameter.wire}), and "
+                    "encoded gradients are not reduced in two parts. Use a WirePolicy without reduce for its unit, or "
+                    "leave set_requires_all_reduce at True."
+                )
+            parameter.group.across_parts(unit.accumulation.within)
         make_accumulation_gates(unit.parameters)
         unit.apply_texts()
 

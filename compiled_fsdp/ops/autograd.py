@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.reduction import PIECE, GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.compat.autograd import declare_gradient_dtype, is_wrapper
@@ -58,6 +59,8 @@ def grad_for_gate(ctx: Any, grad: Tensor | None) -> Tensor:
     if sync == GradSync.NONE.value:
         return accumulate(grad, param_id, ctx.read)
     spec_text = _for_dtype(ctx.spec_text, grad.dtype) if any_dtype else ctx.spec_text
+    if (parts := _parts_of(spec_text)) is not None:
+        spec_text, grad = parts[0], collectives.by_parts(grad, *parts[1:])
     dtype = getattr(torch, reduced) if sync == GradSync.SHARDS_ONLY.value else ctx.dtype
     return reduce_grad(grad, param_id, spec_text, dtype, ctx.read)
 
@@ -68,6 +71,14 @@ def _reduction_of(spec_text: str) -> tuple[str, str, bool]:
     """The ``GradSync`` of a read's gradient, its reduction dtype, and whether a wider gradient keeps its own dtype."""
     reduction = ReadSpec.parse(spec_text).reduction
     return reduction.sync.value, reduction.dtype, reduction.any_dtype
+
+
+@torch.compiler.assume_constant_result
+def _parts_of(spec_text: str) -> tuple[str, int, int, int] | None:
+    """For a gradient that a part of the ranks reduces: the spec of that, and the arguments of ``by_parts``; or None."""
+    spec = ReadSpec.parse(spec_text)
+    within = spec.reduction.within
+    return None if within is None else (str(spec.reduced_within), spec.world, within[0], spec.dim)
 
 
 @torch.compiler.assume_constant_result

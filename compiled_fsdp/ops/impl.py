@@ -69,6 +69,8 @@ def _share(full: Tensor) -> Tensor:
 
 def _reduce_grad(grad: Tensor, param_id: Tensor, spec_text: str, dtype: torch.dtype, read: int = -1) -> Tensor:
     spec, group = ReadSpec.parse(spec_text), _group_of(param_id)
+    if spec.world != group.size:  # a part of the ranks reduces it
+        group = group.part_of(spec.world)
     if group.ranks_in_all == 1:
         return clone_if_aliased(collectives.reduce_alone(grad, [param_id], spec, dtype), grad)
     codec, numel, reduced = spec.reduction.codec, math.prod(spec.shard_size), getattr(torch, spec.reduction.dtype)

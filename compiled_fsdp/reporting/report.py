@@ -275,7 +275,8 @@ class GraphReport:
                 traffic.launched("gather", len(bucket.reads), bucket.bytes, ranks)
             else:
                 if bucket.transport != "all_reduce":
-                    traffic.launched("reduce", len(bucket.reads), bucket.bytes, first.world)
+                    ranks = first.reduces_within[0] if first.reduces_within else first.world
+                    traffic.launched("reduce", len(bucket.reads), bucket.bytes, ranks)
                 if first.reduce_spec.sync is GradSync.ALL:
                     size = sum(reads[index].reduced_bytes for index in bucket.reads)
                     traffic.launched("all_reduce", len(bucket.reads), size // first.world, first.replicas)

@@ -34,7 +34,8 @@ def accumulate_grad(
         offloaded: copies the gradient to the host if the shard is there. ``.grad`` is complete after its ``finish``.
     """
     unit.after_backward(parameter)
-    if parameter.grads.partial_reduce_output is not None and parameter.group.replicas == 1:
+    partial = parameter.grads.partial_reduce_output
+    if partial is not None and parameter.group.replicas == 1 and partial.shape == grad.shape:
         grad, owned = add_to_partial(parameter, grad), True
     if torch.is_grad_enabled():  # create_graph=True; else no context, which takes half as long as the rest of the call
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 Without gradient sync a backward adds up full gradients (``accumulate_unreduced``), in the dtype of mixed precision or
 ``grad_dtype``. With replicas (HSDP) and ``set_requires_all_reduce(False)`` it adds up gradients that are reduced over
-the shards (``accumulate_partial``).
+the shards (``accumulate_partial``), and with a working copy inside each node those that are reduced in the node.
 
 The next backward that communicates adds both kinds to its buckets (``add_accumulated``, called by graphs too). At its
 end, ``reduced`` reduces the pending gradients of parameters that it did not reach.
@@ -13,6 +13,7 @@ end, ``reduced`` reduces the pending gradients of parameters that it did not rea
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -84,7 +85,10 @@ def add_accumulated(
             bucket[offset : offset + numel].add_(grads.partial_reduce_output.reshape(-1))
             grads.partial_reduce_output = None
         elif not partial and grads.unsharded_accumulated_grad is not None:
-            by_rank = collectives.by_rank(grads.unsharded_accumulated_grad, numel, parameter.world, parameter.dim)
+            full, world, dim = grads.unsharded_accumulated_grad, len(bucket), parameter.dim
+            if world != parameter.world:
+                full = collectives.by_parts(full, parameter.world, world, dim)
+            by_rank = collectives.by_rank(full, numel, world, dim)
             part = bucket[:, offset : offset + numel]
             if parameter.reduce_dtype == parameter.dtypes.reduced:
                 part.add_(by_rank)
@@ -128,12 +132,16 @@ def reduced(units: Iterable[Unit]) -> Iterator[tuple[ShardedParameter, Tensor]]:
     units = list(units)
     for unit in units:
         for members in unit.params_by_bucket().values():
-            alike: dict[tuple[bool, ReduceSpec], list[ShardedParameter]] = {}
+            alike: dict[tuple[int, ReduceSpec], list[ShardedParameter]] = {}
             for p in members:
-                if p.grads.waits:
-                    alike.setdefault((p.grads.unsharded_accumulated_grad is None, p.grads.spec), []).append(p)
-            for (partial, spec), parameters in alike.items():
-                pending = _launch(parameters, spec, partial)
+                full, partial = p.grads.unsharded_accumulated_grad, p.grads.partial_reduce_output
+                within = 0 if partial is None else p.ranks_of_partial
+                if full is not None or within == p.world:
+                    alike.setdefault((0 if full is not None else within, p.grads.spec), []).append(p)
+                if 0 < within < p.world:
+                    alike.setdefault((within, p.grads.spec), []).append(p)
+            for (within, spec), parameters in alike.items():
+                pending = _launch(parameters, spec, within)
                 if before is not None:
                     yield from before.shards()
                 before = pending
@@ -143,9 +151,20 @@ def reduced(units: Iterable[Unit]) -> Iterator[tuple[ShardedParameter, Tensor]]:
         unit.set_pending(False)
 
 
-def _launch(parameters: list[ShardedParameter], spec: ReduceSpec, partial: bool) -> PendingReduceScatter:
+def _launch(parameters: list[ShardedParameter], spec: ReduceSpec, within: int) -> PendingReduceScatter:
+    """Reduce full gradients, or gradients that ``within`` ranks have reduced already, if that is not 0."""
+    group = parameters[0].group
+    if 0 < within < group.size:
+        divide = None if spec.divide is None else (1.0, spec.divide[1])
+        pending, partials = PendingReduceScatter(replace(spec, divide=divide, adds_accumulated=False)), []
+        for parameter in parameters:
+            assert parameter.grads.partial_reduce_output is not None
+            partials.append(parameter.grads.partial_reduce_output)
+            parameter.grads.partial_reduce_output = None
+        pending.launch(parameters, partials, group=group.across_parts(within))
+        return pending
     pending = PendingReduceScatter(spec)
-    if partial:
+    if within:
         pending.launch_all_reduce(parameters)
         return pending
     grads = []

@@ -118,7 +118,7 @@ def make_accumulation_gates(parameters: Iterable[ShardedParameter]) -> None:
     for parameter in parameters:
         if not parameter.may_train:
             continue
-        grads, shape = parameter.grads, parameter.shard.shape
+        grads, shape = parameter.grads, torch.Size(parameter.partial_shape)
         grads.unreduced_gate = _new_gate(parameter, torch.Size(()), torch.float32, GradSync.NONE)
         grads.partial_gate = _new_gate(parameter, shape, parameter.reduce_dtype, GradSync.SHARDS_ONLY)
         mark_static(grads.partial_gate)

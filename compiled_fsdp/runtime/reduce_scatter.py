@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
+from compiled_fsdp.buckets.codec import sent_nbytes
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
-from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind
+from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind, shard_size
 from compiled_fsdp.buckets.transport import TRANSPORTS, reduces_by
 from compiled_fsdp.compat.autograd import outside_of_autocast
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.runtime.in_flight import announce
+from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.parameter import ShardedParameter
 
 NOT_LAUNCHED = 1 << 62
@@ -35,6 +38,10 @@ class PendingReduceScatter:
         # The number of the graph that the gradients come from.
         self.graph = NOT_LAUNCHED
         self._parameters: list[ShardedParameter] = []
+        # For each parameter: the shape of its reduced gradient.
+        self._sizes: list[list[int]] = []
+        # This rank's number in the group that reduces.
+        self._rank = 0
         # One flat bucket, or a tensor for each gradient.
         self._buckets: list[Tensor] = []
         # For each parameter: the index of the tensor in ``_buckets`` with its shard, and the shard's offset there.
@@ -56,17 +63,27 @@ class PendingReduceScatter:
         grads: Sequence[Tensor],
         graph: int = 0,
         how: BucketSpec | AgreedBucket = FLAT_REDUCTION,
+        group: ShardGroup | None = None,
     ) -> None:
         """Start reducing full gradients.
 
         Args:
+            parameters: their parameters.
+            grads: the gradients. If a part of the ranks has reduced them already, the parts of them that are left.
             graph: the number of the graph that they come from.
             how: the transport, the form and the copier. If the form is coalesced, nothing else may write to the
                 gradients' memory.
+            group: the ranks that reduce; None: all that shard the parameters, or those in ``ReduceSpec.within``.
         """
         self._parameters, self.graph, self._copier = list(parameters), graph, how.copier
         self.spec = self.spec.of(*(grad.dtype for grad in grads))
-        group = parameters[0].group
+        group = group or parameters[0].group
+        if self.spec.within is not None:
+            ranks = self.spec.within[0]
+            grads = [collectives.by_parts(g, p.world, ranks, p.dim) for g, p in zip(grads, parameters, strict=True)]
+            group, self.spec = group.part_of(ranks), replace(self.spec, within=None)
+        self._sizes = [shard_size(g.shape, group.size, p.dim) for g, p in zip(grads, parameters, strict=True)]
+        self._rank = group.rank
         over_replicas = group.replicas > 1 and self.spec.sync is GradSync.ALL
         by = reduces_by(how.transport, group.size, codec=self.spec.codec, over_replicas=over_replicas)
         bucket = BucketSpec(
@@ -79,7 +96,11 @@ class PendingReduceScatter:
         self._graphs_beside = 2 if self._replicas_to_come else 1
         one_by_one = bucket.coalesced and (grads[0].device.type == "cpu" or leaves_pieces)
         calls = [[parameter] for parameter in self._parameters] if one_by_one else [self._parameters]
-        sizes = [sum(p.reduced_nbytes for p in call) for call in calls]
+        nbytes = [
+            group.size * sent_nbytes(self.spec.codec, numel, parameter.reduce_dtype)
+            for parameter, numel in zip(parameters, bucket.numels, strict=True)
+        ]
+        sizes = nbytes if one_by_one else [sum(nbytes)]
         if by == "all_reduce":
             announce("all_reduce", calls, sizes, group.replicas)
         else:
@@ -94,6 +115,7 @@ class PendingReduceScatter:
     def launch_all_reduce(self, parameters: Sequence[ShardedParameter]) -> None:
         """Start the replicas' all-reduce of pending gradients that are reduced over the shards."""
         self._parameters, self.graph = list(parameters), 0
+        self._sizes, self._rank = [list(p.shard.shape) for p in parameters], parameters[0].group.rank
         waiting = [p.grads.partial_reduce_output for p in parameters]
         self.spec = self.spec.of(*(partial.dtype for partial in waiting if partial is not None))
         dtype, device = getattr(torch, self.spec.dtype), parameters[0].device
@@ -123,7 +145,7 @@ class PendingReduceScatter:
         self._replicas_to_come, self._pieces = False, 1
 
     def _numels(self) -> tuple[int, ...]:
-        return tuple([parameter.shard.numel() for parameter in self._parameters])
+        return tuple(map(math.prod, self._sizes))
 
     def _id_tensors(self) -> list[Tensor]:
         return [parameter.id_tensor for parameter in self._parameters]
@@ -145,12 +167,13 @@ class PendingReduceScatter:
         ``which``: the index among the parameter's gradients in this bucket, if it has several.
         """
         self.wait()
-        number, offset = self._places[[i for i, p in enumerate(self._parameters) if p is parameter][which]]
+        index = [i for i, p in enumerate(self._parameters) if p is parameter][which]
+        number, offset = self._places[index]
         bucket = self._buckets[number]
         dtype = None if self.spec.sync is GradSync.SHARDS_ONLY else parameter.dtypes.grad
         dtype = dtype or getattr(torch, self.spec.dtype)
-        size, rank = tuple(parameter.shard.shape), parameter.group.rank
-        return collectives.unpack_reduce(bucket, offset, size, dtype, self.spec, self._pieces, rank)
+        size = self._sizes[index]
+        return collectives.unpack_reduce(bucket, offset, size, dtype, self.spec, self._pieces, self._rank)
 
     def shards(self) -> list[tuple[ShardedParameter, Tensor]]:
         """All reduced gradients, each with its parameter, in the order of the bucket."""

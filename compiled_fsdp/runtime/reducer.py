@@ -118,7 +118,8 @@ class GradReducer:
         self.pass_frozen()
         backward = self._running()
         dtype = parameter.gate_dtype if spec.sync is GradSync.ALL else parameter.reduce_dtype
-        zero = grad.new_zeros((), dtype=dtype).expand(tuple(parameter.shard.shape))
+        shape = parameter.shard.shape if spec.within is None else parameter.partial_shape
+        zero = grad.new_zeros((), dtype=dtype).expand(tuple(shape))
         follows, pending = self.follower.backwards.reduce(parameter, grad, spec)
         if pending is not None:
             backward.defer(parameter, pending)

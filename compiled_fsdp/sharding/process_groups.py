@@ -21,7 +21,9 @@ _ids: dict[tuple[str, ...], int] = {}
 _groups: weakref.WeakValueDictionary[tuple[str, ...], ShardGroup] = weakref.WeakValueDictionary()
 # Both are keyed by the group that gathers: its separate group for reductions, and the groups of a part of its ranks.
 _reduce_scatter_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, ShardGroup]] = weakref.WeakKeyDictionary()
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], ShardGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(eq=False)
@@ -129,6 +131,14 @@ class ShardGroup:
         assert self.process_group is not None
         return subgroup_of(self.process_group, ranks)
 
+    def across_parts(self, ranks: int) -> ShardGroup:
+        """The group of the ranks at this rank's place in every ``part_of(ranks)``; the first call is a collective call.
+
+        For example, with 4 shards and ``ranks=2`` it is the group of ranks 0 and 2, or of ranks 1 and 3.
+        """
+        assert self.process_group is not None
+        return subgroup_of(self.process_group, self.size // ranks, step=ranks)
+
     def with_separate_reduce_scatter(self, separate: bool) -> ShardGroup:
         """Return these groups with a separate group for reductions, or without: a collective call the first time."""
         if (self.reduce_scatter_group is not None) == separate or self.process_group is None:
@@ -155,14 +165,17 @@ def _new(ranks: list[int]) -> dist.ProcessGroup:
     return group
 
 
-def subgroup_of(group: dist.ProcessGroup, ranks: int) -> ShardGroup:
-    """The group of ``ranks`` neighbours in ``group`` with this rank; its ranks must all make the first call."""
+def subgroup_of(group: dist.ProcessGroup, ranks: int, step: int = 1) -> ShardGroup:
+    """The group of ``ranks`` neighbours in ``group`` with this rank; its ranks must all make the first call.
+
+    With a ``step``, the members' numbers in ``group`` differ by it.
+    """
     subgroups = _subgroups.setdefault(group, {})
-    if ranks not in subgroups:
-        first = group.rank() // ranks * ranks
-        members = dist.get_process_group_ranks(group)[first : first + ranks]
-        subgroups[ranks] = ShardGroup(_new(members), None, (ranks,), tuple(members))
-    return subgroups[ranks]
+    if (ranks, step) not in subgroups:
+        first = group.rank() // (ranks * step) * ranks * step + group.rank() % step
+        members = dist.get_process_group_ranks(group)[first : first + ranks * step : step]
+        subgroups[ranks, step] = ShardGroup(_new(members), None, (ranks,), tuple(members))
+    return subgroups[ranks, step]
 
 
 def shard_group(mesh: DeviceMesh, whole: DeviceMesh | None = None, *, replicates: bool = False) -> ShardGroup:

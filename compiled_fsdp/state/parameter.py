@@ -51,11 +51,14 @@ class GradBuffers:
     gate: torch.Tensor | None = None
     # Where gradients end that are not reduced: a scalar. It and the next one are None until gradients may be pending.
     unreduced_gate: torch.Tensor | None = None
-    # Where gradients end that are reduced over the shards but not over the replicas, of the shard's shape.
+    # Where gradients end that are reduced over the shards but not over the replicas, of the shard's shape; or those
+    # that ``within`` neighbouring ranks have reduced, of the shape ``ShardedParameter.partial_shape``.
     partial_gate: torch.Tensor | None = None
+    # How many neighbouring ranks reduce a gradient that is then pending for the others; 0: all that shard it.
+    within: int = 0
     # Sum of pending full gradients, of the full parameter's shape.
     unsharded_accumulated_grad: torch.Tensor | None = None
-    # Sum of pending gradients that are reduced over the shards, of the padded shard's shape.
+    # Sum of pending gradients that are reduced over the shards or within a part of them; the shape of the gate.
     partial_reduce_output: torch.Tensor | None = None
     # The codec's errors in earlier gradients, which are added to the next one (``WirePolicy.error_feedback``): float32,
     # [ranks, elements of a shard].
@@ -249,6 +252,19 @@ class ShardedParameter:
         return GradSync.NONE if asked is GradSync.SHARDS_ONLY and self.world == 1 else asked
 
     @property
+    def partial_shape(self) -> tuple[int, ...]:
+        """The shape of a gradient that is reduced by ``grads.within`` ranks: their parts of it are this large."""
+        parts = self.world // self.grads.within if self.grads.within else 1
+        return tuple(parts * n if i == self.dim else n for i, n in enumerate(self.shard.shape))
+
+    @property
+    def ranks_of_partial(self) -> int:
+        """How many neighbouring ranks have reduced the gradient that is pending for the others; all: the replicas."""
+        partial = self.grads.partial_reduce_output
+        assert partial is not None
+        return self.world * self.shard.shape[self.dim] // partial.shape[self.dim]
+
+    @property
     def gate_dtype(self) -> torch.dtype:
         """The dtype in which autograd brings the reduced gradient to the gate: that of ``.grad``, if it is fixed."""
         return self.dtypes.grad or self.dtypes.reduced
@@ -338,11 +354,6 @@ class ShardedParameter:
     def full_nbytes(self) -> int:
         """Bytes of the full, padded parameter as its gather sends it."""
         return self.world * sent_nbytes(self.codec, self.shard.numel(), self.dtype)
-
-    @property
-    def reduced_nbytes(self) -> int:
-        """Bytes of the full, padded gradient as its reduction sends it."""
-        return self.world * sent_nbytes(self.grads.spec.codec, self.shard.numel(), self.reduce_dtype)
 
     @property
     def may_train(self) -> bool:

@@ -51,6 +51,9 @@ class Accumulation:
     sync: GradSync = GradSync.ALL
     # Whether the user has ever turned off (a part of) the reduction, so that gradients may be pending.
     enabled: bool = False
+    # How many neighbouring ranks reduce the gradients of each backward together, before the last one reduces their sum
+    # over the other ranks (``set_requires_all_reduce`` with a working copy); 0: none.
+    within: int = 0
     # Whether a gradient is pending, or will be after the backward of a forward that has run.
     pending: bool = False
     # Whether a forward has run whose backward adds no pending gradients, so that this variant is compiled.
@@ -351,8 +354,12 @@ class Unit:
         group = policy.post_forward_group
         self.post_forward_world_size = (retains and self.ranks_of_parts) or (0 if group is None else group.size)
 
-    def set_reshard_after_backward(self, value: bool | int) -> None:
-        """Store the switch, and drop retained parameters if they are not those that it asks for."""
+    def set_reshard_after_backward(self, value: bool | int) -> bool:
+        """Store the switch, and drop retained parameters if they are not those that it asks for.
+
+        Returns whether ``ranks_of_parts`` has changed.
+        """
+        before = self.ranks_of_parts
         policy, shards = self.policy, max((parameter.world for parameter in self.parameters), default=1)
         policy.reshard_after_backward = value is True or (value is not False and 1 < value == shards)
         if not policy.reshard_after_backward:  # else the next forward may read, and its backward drops, the parts
@@ -362,6 +369,7 @@ class Unit:
                 if self.state is ShardState.RETAINED:
                     self.reshard()
         self.apply_reshard()
+        return self.ranks_of_parts != before
 
     def reshard(self) -> None:
         """Drop the full parameters that ``unshard()`` gathered or that a forward has retained.
@@ -401,15 +409,17 @@ class Unit:
     def apply_sync(self) -> bool:
         """Apply the policy's switches of gradient sync.
 
-        Returns whether gradients may be pending from now on, for the first time.
+        Returns whether gradients may be pending from now on, for the first time or with another shape.
         """
         accumulation, policy = self.accumulation, self.policy
         self.note_past_forwards()
+        within = self._ranks_that_reduce_first()
+        changes, accumulation.within = within != accumulation.within, within
         if policy.defer_to_finalize or not policy.requires_gradient_sync:
             accumulation.sync = GradSync.NONE
         else:
-            accumulation.sync = GradSync.ALL if self.reduces else GradSync.SHARDS_ONLY
-        begins = accumulation.sync is not GradSync.ALL and not accumulation.enabled
+            accumulation.sync = GradSync.ALL if self.reduces and not within else GradSync.SHARDS_ONLY
+        begins = changes or (accumulation.sync is not GradSync.ALL and not accumulation.enabled)
         if begins:
             accumulation.enabled = True
             self.apply_reductions()
@@ -422,7 +432,16 @@ class Unit:
         policy, groups = self.policy, (parameter.group for parameter in self.parameters)
         if policy.requires_all_reduce or not policy.requires_gradient_sync:
             return policy.requires_gradient_sync
-        return all(group.replicate_group is None for group in groups)  # replicas of size 1 count too, as with FSDP2
+        # replicas of size 1 count too, as with FSDP2
+        return not self.accumulation.within and all(group.replicate_group is None for group in groups)
+
+    def _ranks_that_reduce_first(self) -> int:
+        """``Accumulation.within``. If it was switched on, it stays until there is another working copy, or none."""
+        policy, groups = self.policy, (parameter.group for parameter in self.parameters)
+        defers = policy.requires_gradient_sync and not policy.requires_all_reduce
+        if self.accumulation.within != policy.ranks_of_parts and not defers:
+            return 0
+        return policy.ranks_of_parts if all(group.replicate_group is None for group in groups) else 0
 
     def note_past_forwards(self) -> None:
         """Note for each unit of the model whether past forwards leave pending gradients, perhaps in a later backward.
@@ -471,6 +490,11 @@ class Unit:
             parameter.grads.text_by_sync = {(GradSync.ALL, False): str(replace(spec, adds_accumulated=False))} | {
                 (sync, True): str(replace(spec, sync=sync, adds_accumulated=True)) for sync in GradSync
             }
+            if ranks := self.accumulation.within:
+                within = ranks, parameter.group.part_of(ranks).group_id
+                text = str(replace(spec, sync=GradSync.SHARDS_ONLY, adds_accumulated=True, within=within))
+                parameter.grads.text_by_sync[GradSync.SHARDS_ONLY, True] = text
+            parameter.grads.within = ranks
         self.apply_texts()
 
     def _common_reduce_dtypes(self) -> dict[ShardGroup, torch.dtype]:

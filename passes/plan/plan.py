@@ -98,6 +98,11 @@ class Read:
         return ReduceSpec.parse(self.reduce_text)
 
     @property
+    def reduces_within(self) -> tuple[int, int] | None:
+        """If a part of the ranks reduces its gradient: their number, and the number of their group."""
+        return self.reduce_spec.within if self.trainable and not self.piece else None
+
+    @property
     def is_reduced(self) -> bool:
         """Whether ranks reduce its gradient together. The gradient of a piece is reduced with its parameter's."""
         return self.trainable and not self.piece and self.reduce_spec.sync is not GradSync.NONE

@@ -1,14 +1,18 @@
 """A working copy of the parameters inside each node, which stays over microbatches. Two nodes of two ranks."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from compiled_fsdp import compiled_autograd, count_communication, explain, fully_shard
+from compiled_fsdp import WirePolicy, compiled_autograd, count_communication, explain, fully_shard
 from tests.harness import compiled, distributed
 from tests.harness.cases import variants
+
+OTHER_CODE = ("checkpoint", "break", "eager", "compiled autograd")
 
 
 class Layers(nn.Sequential):
@@ -170,3 +174,83 @@ def test_numbers_of_ranks_that_do_not_fit(rank, world_size):
     model.set_reshard_after_backward(2)
     with pytest.raises(Exception, match=r"set_reshard_after_backward\(<int>\) need the pass 'lower' of the backend"):
         loss_of(torch.compile(model, backend="aot_eager"), 0)  # torch's own
+
+
+def in_two(grads, copies=2):
+    """The documented order: the average in each node per microbatch, their sum, then the average over the nodes."""
+    world, sums = dist.get_world_size(), []
+    for grad in grads:  # [microbatches, ...], of this rank
+        everyone = [torch.empty_like(grad) for _ in range(world)]
+        dist.all_gather(everyone, grad)
+        nodes = [(everyone[first] + everyone[first + 1]) / copies for first in range(0, world, copies)]
+        sums.append(sum(functools.reduce(torch.add, node) for node in nodes) / len(nodes))
+    return sums
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("middle", variants(["", *OTHER_CODE], ""))
+def test_gradients_are_reduced_in_the_node_first(rank, world_size, middle):
+    """Each microbatch reduces over two ranks, which keep half of each sum; the last one reduces the sums."""
+    model, alone = sharded(middle), Layers()
+    call = model if middle == "eager" else compiled(model, bucket="module")
+    how = compiled_autograd if middle == "compiled autograd" else torch.enable_grad
+    for step in range(2):
+        sent = []
+        for micro in range(3):
+            model.set_reshard_after_backward(True if micro == 2 else 2)
+            model.set_requires_all_reduce(micro == 2)
+            with how(), count_communication() as volume:
+                loss_of(call, micro + step).backward()
+            sent.append((volume["reduce"].bytes, volume["reduce"].sent))
+            if micro < 2:
+                units = model._fsdp_unit.tree_units()
+                parts = [p.grads.partial_reduce_output.numel() for unit in units for p in unit.parameters]
+                assert parts == [32, 4, 32, 4, 28, 4, 32, 4]
+        grads = [
+            torch.stack(of_one)
+            for of_one in zip(
+                *(torch.autograd.grad(loss_of(alone, micro + step), tuple(alone.parameters())) for micro in range(3)),
+                strict=True,
+            )
+        ]
+        for param, expected in zip(model.parameters(), in_two(grads), strict=True):
+            full = param.grad.full_tensor()
+            if middle == "compiled autograd":  # Inductor computes the derivative of tanh, and rounds otherwise
+                torch.testing.assert_close(full, expected, rtol=1e-6, atol=1e-8)
+            else:
+                assert torch.equal(full, expected)
+        model.zero_grad()
+    # 280 padded elements: all of them inside the node, and a half of them across; a ring of two sends half
+    assert sent == [(1120, 560), (1120, 560), (1680, 840)]
+
+
+@distributed(world_size=4)
+def test_gradients_that_become_pending_in_other_ways(rank, world_size):
+    """Full gradients, then those of a node, then all; and a number that changes while gradients are pending."""
+    for number, calls in enumerate(["gn-", "nf-", "ngn-", "n3-"]):
+        model, alone = sharded(), Layers()
+        model.set_reshard_after_backward(2)
+        expected = 0
+        for micro, call in enumerate(calls):
+            if call == "f":
+                model.set_reshard_after_backward(False)
+            if call == "3":
+                model.set_reshard_after_backward(True)
+                model.set_reshard_after_backward(2)
+            model.set_requires_gradient_sync(call != "g")
+            model.set_requires_all_reduce(call == "-")
+            loss_of(model, micro + number).backward()
+            expected = expected + loss_of(alone, micro + number)
+        assert all(not p.grads.waits for unit in model._fsdp_unit.tree_units() for p in unit.parameters)
+        expected.backward()
+        for param, plain in zip(model.parameters(), alone.parameters(), strict=True):
+            dist.all_reduce(plain.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), plain.grad / world_size)
+
+
+@distributed(world_size=4)
+def test_encoded_gradients_are_not_reduced_in_two_parts(rank, world_size):
+    model = sharded(wire_policy=WirePolicy(reduce="int8"))
+    model.set_reshard_after_backward(2)
+    with pytest.raises(NotImplementedError, match=r"gradients of '0.weight' are encoded"):
+        model.set_requires_all_reduce(False)
