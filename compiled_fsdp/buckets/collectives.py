@@ -174,13 +174,11 @@ def by_rank(grad: Tensor, numel: int, world: int, dim: int = 0) -> Tensor:
 def by_parts(grad: Tensor, world: int, ranks: int, dim: int) -> Tensor:
     """A full gradient, padded, in the order in which ``ranks`` neighbours out of ``world`` ranks reduce it first.
 
-    Rank i of the neighbours gets the shards of the ranks i, ranks + i, 2 * ranks + i, ... one after another. A second
-    reduction over these ranks then leaves each of them its own shard. For example, with ``world=4`` and ``ranks=2``
-    the shards come in the order 0, 2, 1, 3.
+    Their rank i gets the shards of ranks i, ranks + i, ... for a second reduction: 0, 2, 1, 3 if 2 of 4 ranks reduce.
     """
     shard = shard_size(grad.shape, world, dim)[dim]
-    padded = grad if dim > 0 else pad_rows(grad, world * shard)
-    return padded.unflatten(dim, (world // ranks, ranks, shard)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+    grad = grad if dim > 0 else pad_rows(grad, world * shard)
+    return grad.unflatten(dim, (world // ranks, ranks, shard)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def pack_grads(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Tensor]) -> list[Tensor]:

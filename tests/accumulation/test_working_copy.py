@@ -98,7 +98,7 @@ def test_only_the_first_forward_gathers_between_nodes(rank, world_size, codegen)
 
 @distributed(world_size=4)
 def test_writes_and_other_calls_while_there_is_a_copy(rank, world_size):
-    """A step, a loaded state dict and a move are seen; an evaluation uses the copy; `unshard()` and False replace it."""
+    """A step and a loaded state dict are seen; an evaluation uses the copy; `unshard()` and False replace it."""
     model, plain = sharded(), sharded()
     calls = compiled(model, bucket="module"), compiled(plain, bucket="module")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
