@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,10 +87,11 @@ def _systems(codegen: str) -> dict[str, Callable[[Stack], Callable[[Tensor], obj
 
         return step
 
-    def train_step(model: Stack, foreach: bool | None) -> Callable[[Tensor], object]:
+    def train_step(model: Stack, foreach: bool | None, *, compiled: bool = False) -> Callable[[Tensor], object]:
         by_layer(model, fully_shard)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
-        return TrainStep(model, optimizer, lambda model, tokens: model(tokens), max_norm=1.0, options=options)
+        how: Any = {"max_norm": 1.0, "compile_update": compiled, "options": options}
+        return TrainStep(model, optimizer, lambda model, tokens: model(tokens), **how)
 
     def backward_of(
         make: Callable[[Stack], Callable[[Tensor], Tensor]],
@@ -109,4 +111,5 @@ def _systems(codegen: str) -> dict[str, Callable[[Stack], Callable[[Tensor], obj
         f"TrainStep, {codegen}, clipping, AdamW": partial(train_step, foreach=None),
         f"compiled_fsdp, {codegen}, clipping, foreach AdamW": partial(loop, foreach=True),
         f"TrainStep, {codegen}, clipping, foreach AdamW": partial(train_step, foreach=True),
+        f"TrainStep, {codegen}, clipping, compiled AdamW": partial(train_step, foreach=None, compiled=True),
     }

@@ -81,5 +81,10 @@ def _take_back(param: Tensor, tensor: Tensor, state: dict[str, Any], new: dict[s
     for name, value in new.items():
         if name in state and local(state[name]) is value:
             continue
-        is_sharded = isinstance(param, DTensor) and isinstance(value, Tensor) and value.ndim > 0
-        state[name] = dtensor_like(param, value) if is_sharded and value.shape == tensor.shape else value
+        state[name] = as_state(param, value)
+
+
+def as_state(param: Tensor, value: Any) -> Any:
+    """Return state of a parameter's shard as a step on DTensors has it: a tensor of the shard's shape as a DTensor."""
+    is_sharded = isinstance(param, DTensor) and isinstance(value, Tensor) and value.ndim > 0
+    return dtensor_like(param, value) if is_sharded and value.shape == local_of(param).shape else value

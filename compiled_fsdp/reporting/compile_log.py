@@ -28,6 +28,21 @@ class FailedFrame:
     where: str
 
 
+@dataclass(frozen=True)
+class UpdateReport:
+    """A graph of an optimizer's compiled update (``TrainStep(compile_update=True)``).
+
+    Attributes:
+        optimizer: the name of its class.
+        param_ids: the parameters that the graph updates.
+        moved: the bytes that it reads and writes.
+    """
+
+    optimizer: str
+    param_ids: frozenset[int]
+    moved: int
+
+
 class CompileLog:
     """The graphs that were compiled, and the functions that failed to compile, since Dynamo was last reset.
 
@@ -35,11 +50,13 @@ class CompileLog:
         graphs: reports in the order of compilation. Only the newest ones are kept, so that a job that recompiles
             for ever does not fill memory.
         failed_frames: functions that Dynamo gave up on and has not compiled since, by file and first line.
+        updates: compiled updates, which a reset of Dynamo leaves as they are. The newest ones are kept.
     """
 
     def __init__(self) -> None:
         self.graphs: deque[GraphReport] = deque(maxlen=4096)
         self.failed_frames: dict[tuple[str, int], FailedFrame] = {}
+        self.updates: deque[UpdateReport] = deque(maxlen=4096)
 
     def collect_failed_frames(self) -> None:
         """Record the frames that failed since the last call, because Dynamo keeps only the newest ones."""
@@ -50,7 +67,7 @@ class CompileLog:
                 self.failed_frames.pop((filename, line), None)
 
     def clear(self) -> None:
-        """Forget everything; ``torch._dynamo.reset()`` calls this."""
+        """Forget what Dynamo forgets; ``torch._dynamo.reset()`` calls this."""
         self.graphs.clear()
         self.failed_frames.clear()
 

@@ -72,6 +72,11 @@ class ExecOrder:
         """The set that is expected next; None at the end of a run, or if no earlier run began like this one."""
         return None if self._expected is None or self._expected >= len(self.history) else self.history[self._expected]
 
+    @property
+    def latest_beginning(self) -> GatherKey | None:
+        """The set that the latest run began with."""
+        return max(self._first, key=self._first.__getitem__, default=None)
+
     def _forget(self, count: int) -> None:
         del self.history[:count]
         for places in (self._last, self._first):

@@ -155,10 +155,11 @@ class AllGatherPrefetcher:
     def next_forward(self) -> list[ShardedParameter]:
         """The parameters that the next forward is expected to gather first; none if it is not known.
 
-        Call it between a backward and the next forward. It ends the run.
+        As long as no two forwards have run, they are those that the last forward gathered first. Call it between a
+        backward and the next forward. It ends the run.
         """
         self.close()
-        key = self.order.next
+        key = self.order.next or self.order.latest_beginning
         found = [] if key is None or key.backward else [registry.find(param_id) for param_id in key.param_ids]
         return [parameter for parameter in found if parameter is not None]
 

@@ -17,7 +17,7 @@ from compiled_fsdp.compat.dynamo import graph_breaks
 from compiled_fsdp.compat.previews import backends_of
 from compiled_fsdp.compiler.options import BACKEND
 from compiled_fsdp.frontend.gradient_methods import units_of
-from compiled_fsdp.reporting.compile_log import COMPILE_LOG
+from compiled_fsdp.reporting.compile_log import COMPILE_LOG, UpdateReport
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -32,7 +32,7 @@ from compiled_fsdp.tools.table import graph_tables
 from compiled_fsdp.tools.timeline import Timeline, timeline_of
 from compiled_fsdp.tools.timeline_files import write
 from compiled_fsdp.tools.verdict import verdict
-from compiled_fsdp.tools.words import count, listed, milliseconds, number_list, wrapped
+from compiled_fsdp.tools.words import count, listed, megabytes, milliseconds, number_list, wrapped
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Explanation:
         uncompiled: names of the parameters that no compiled graph reads.
         other_backends: names of the backends that the model is compiled with, if backend="compiled_fsdp" compiled
             nothing and is not among them.
+        updates: the graphs of a compiled update (``TrainStep(compile_update=True)``).
     """
 
     graphs: tuple[GraphReport, ...]
@@ -66,6 +67,7 @@ class Explanation:
     given_up: Mapping[str, str] = field(default_factory=dict)
     uncompiled: tuple[str, ...] = ()
     other_backends: tuple[str, ...] = ()
+    updates: tuple[UpdateReport, ...] = ()
 
     @cached_property
     def calls(self) -> tuple[ModelCall, ...]:
@@ -108,7 +110,8 @@ class Explanation:
             in the list), ``step_s``, ``exposed_s`` and ``lower_bound_s`` (None if graph breaks separate the graphs);
             ``graph_breaks``, each with ``reason`` and ``line``; ``advice``, each with ``kind``, ``text``, ``gain_s``,
             ``step_s``, ``graphs``, ``change`` and ``changes_results``; ``codecs``, each with the attributes of
-            ``CodecSavings``; ``prefetched``, counts of gathers across graph breaks.
+            ``CodecSavings``; ``prefetched``, counts of gathers across graph breaks; ``updates``, each with
+            ``optimizer``, ``parameters`` (how many), ``moved_bytes`` and ``step_s``.
         """
         layers = self.layers or (1,) * len(self.graphs)
         return {
@@ -132,12 +135,41 @@ class Explanation:
             "advice": [advice.to_dict() for advice in self.advice],
             "codecs": [savings.to_dict() for savings in self.codecs],
             "prefetched": dict(self.prefetched),
+            "updates": [
+                {
+                    "optimizer": update.optimizer,
+                    "parameters": len(update.param_ids),
+                    "moved_bytes": update.moved,
+                    "step_s": self._seconds_of(update),
+                }
+                for update in self.updates
+            ],
         }
 
     def json(self) -> dict[str, Any]:
         """Return ``to_dict()``, whose old name this is."""
         warn_renamed("Explanation.json()", "to_dict()")
         return self.to_dict()
+
+    def _seconds_of(self, update: UpdateReport) -> float:
+        """Planned seconds of an update: of a kernel that is bound by the device's memory."""
+        hardware = next((graph.planned_for for graph in self.graphs if graph.planned_for is not None), None)
+        return 0.0 if hardware is None else hardware.kernel + update.moved / hardware.copy
+
+    @property
+    def _update_line(self) -> str:
+        """Say how long the compiled update takes, alone and with the last call of the model."""
+        seconds = sum(map(self._seconds_of, self.updates))
+        of = " and ".join(str(len(update.param_ids)) for update in self.updates)
+        text = (
+            f"the update, {self.updates[0].optimizer} in {count(len(self.updates), 'graph')} of {of} parameters: "
+            f"{milliseconds(seconds)}, {megabytes(sum(update.moved for update in self.updates))} read and written"
+        )
+        call = next((call for call in self.calls if call.phase == "training step"), None)
+        if call is None:
+            return text
+        text += f"; with the call before it {milliseconds(call.seconds + seconds)}"
+        return text if call.bound is None else f"{text}, bound {milliseconds(call.bound + seconds)}"
 
     @cached_property
     def codecs(self) -> tuple[CodecSavings, ...]:
@@ -190,6 +222,8 @@ class Explanation:
         if not (self.planned_only and self.graph_breaks):
             for call in self.calls:
                 out += wrapped(_sum_line(call), "    ") if len(call.numbers) > 1 else []
+        if self.updates:
+            out += wrapped(self._update_line, "    ")
         for reason, where in self.graph_breaks:
             out += [*wrapped(f"graph break: {reason}", "    "), *wrapped(f"    at {where}", "    ")]
             if (function := self.given_up.get(where)) is not None:
@@ -280,6 +314,7 @@ def explain_compiled(model: nn.Module, *, details: bool = False) -> Explanation:
         layers=tuple(max(1, len(graph.first_params & parameters.keys())) for graph in graphs),
         given_up={frame.where: names[frame.filename, frame.line] for frame in failed},
         uncompiled=tuple(parameter.name for param_id, parameter in parameters.items() if param_id not in read),
+        updates=_newest_updates(parameters),
         other_backends=() if graphs or BACKEND in (backends := backends_of(model)) else tuple(sorted(backends)),
     )
 
@@ -300,6 +335,15 @@ def _read_by(graph: GraphReport, parameters: Mapping[int, ShardedParameter]) -> 
         for param_id, parameter in parameters.items()
         if parameter.read_spec.position in positions and (unit_of(parameter), parameter.block) in layers
     }
+
+
+def _newest_updates(parameters: Mapping[int, ShardedParameter]) -> tuple[UpdateReport, ...]:
+    """Return the newest compiled update of each parameter. For example, SGD's first step is a graph of its own."""
+    found: list[UpdateReport] = []
+    for update in reversed(COMPILE_LOG.updates):
+        if update.param_ids & parameters.keys() and all(update.param_ids.isdisjoint(one.param_ids) for one in found):
+            found.insert(0, update)
+    return tuple(found)
 
 
 def _code_of(module: nn.Module) -> CodeType | None:

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from compiled_fsdp.compat.modules import tree_flatten, tree_unflatten
-from compiled_fsdp.compat.optim import has_hooks, step_without_hooks
+from compiled_fsdp.compat.optim import has_hooks, step_with_hooks, step_without_hooks
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
+from compiled_fsdp.frontend.gradient_methods import units_of
 from compiled_fsdp.frontend.optimizer_hooks import forget_gathered
+from compiled_fsdp.optim.compiled import CompiledUpdate
 from compiled_fsdp.optim.local import on_shards, treats_elements_alone
 from compiled_fsdp.optim.norm import norm_of_gradients
+from compiled_fsdp.reporting.compile_log import COMPILE_LOG, UpdateReport
 from compiled_fsdp.runtime.context import RUNTIME
 
 log = logging.getLogger(__name__)
@@ -61,13 +64,18 @@ class TrainStep:
         reduce: with several microbatches, whether gradients are reduced after the "last" one, which sends less, or
             after "each", which holds no full gradients in between.
         scaler: for float16. The step scales the loss, and leaves the update out if a gradient is not finite.
-        options: those of ``torch.compile(model, backend="compiled_fsdp", options=...)``.
+        compile_update: whether clipping and the optimizer's step are compiled code, too, which reads and writes each
+            shard once. Adam and its relatives then compute their bias corrections in float32, as with
+            ``torch.compile(optimizer.step)``, so results differ from the loop's by rounding.
+        options: those of ``torch.compile(model, backend="compiled_fsdp", options=...)``; ``codegen`` and ``inductor``
+            are those of the update, too.
 
     Attributes:
         norm: the gradients' norm in the last step, before clipping: a tensor of shape []; None without ``max_norm``.
 
     Raises:
-        ValueError: the model has no sharded parameter, or an argument has no meaning.
+        ValueError: the model has no sharded parameter, or an argument has no meaning; ``compile_update`` with an
+            optimizer that does not work on shards.
     """
 
     def __init__(
@@ -81,6 +89,7 @@ class TrainStep:
         microbatches: int = 1,
         reduce: Literal["last", "each"] = "last",
         scaler: torch.amp.GradScaler | None = None,
+        compile_update: bool = False,
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         if not _sharded_modules(model):
@@ -93,8 +102,16 @@ class TrainStep:
         self.norm: Tensor | None = None
         self._max_norm, self._norm_type = max_norm, norm_type
         self._count, self._defers = microbatches, microbatches > 1 and reduce == "last"
-        self._update = Update(optimizer)
         given = Options.parse(options)
+        self._update = Update(optimizer)
+        if compile_update:
+            if not self._update.on_shards:
+                raise ValueError(
+                    "compiled_fsdp: TrainStep(compile_update=True) compiles the optimizers of torch.optim that treat "
+                    f"each element by itself (SGD, Adam, AdamW, ...), but {type(optimizer).__name__} may not do so. "
+                    "Leave 'compile_update' out."
+                )
+            self._update.compiled = CompiledUpdate(optimizer, given.codegen, given.inductor, self._report_update)
         # a CUDA graph cannot take a gather that is in flight when it is replayed
         ahead = not given.inductor.get("triton.cudagraphs", False)
         compile_with: Any = torch.compile  # Any, because its annotation takes dictionaries only
@@ -105,7 +122,8 @@ class TrainStep:
         )
         where = "this rank's shards" if self._update.on_shards else "DTensors, because it may not treat elements alone"
         name = type(optimizer).__name__
-        log.info("the step has the graphs of forward and backward; then %s works on %s", name, where)
+        how = " as compiled code" if compile_update else ""
+        log.info("the step has the graphs of forward and backward; then %s works on %s%s", name, where, how)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Train on one batch.
@@ -153,6 +171,13 @@ class TrainStep:
             yield reduce_now
         finally:
             reduce_now(True)
+
+    def _report_update(self, params: Sequence[Tensor], moved: int) -> None:
+        """Let ``explain`` know a graph of the update."""
+        numbers = {id(p.param): p.param_id for unit in units_of(self.model) for p in unit.parameters}
+        ids = frozenset(numbers[id(param)] for param in params if id(param) in numbers)
+        name = type(self.optimizer).__name__
+        COMPILE_LOG.updates.append(UpdateReport(name, ids, moved))
 
     def _forget(self) -> None:
         """Drop the gradients of a step that failed, those of its earlier microbatches, too."""
@@ -204,6 +229,7 @@ class Update:
         self.on_shards = treats_elements_alone(optimizer)
         # The largest norm and the norm of the gradients that are there; None for no clipping.
         self.clip: tuple[float, Tensor] | None = None
+        self.compiled: CompiledUpdate | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -213,6 +239,9 @@ class Update:
         """Clip the gradients that are there, and update the parameters."""
         params = [param for group in self.param_groups for param in group["params"]]
         forget_gathered(params)
+        if self.compiled is not None and not self.compiled.has_too_many_graphs:
+            self._step_compiled(self.compiled, params)
+            return
         if not self.on_shards:
             self._clip(params)
             self.optimizer.step()
@@ -225,6 +254,21 @@ class Update:
                 self._step_in_two(first, [tensor for tensor in plain.values() if tensor.grad is not None])
             else:
                 self.optimizer.step()
+                RUNTIME.prefetcher.launch_next_forward()
+
+    def _step_compiled(self, compiled: CompiledUpdate, params: Sequence[Tensor]) -> None:
+        if has_hooks(self.optimizer):  # they see clipped gradients before the whole update, and parameters behind it
+            self._clip(params)
+            step_with_hooks(self.optimizer, lambda: compiled.step(params))
+            RUNTIME.prefetcher.launch_next_forward()
+        else:
+            step_with_hooks(self.optimizer, lambda: self._compiled_in_two(compiled, params))
+
+    def _compiled_in_two(self, compiled: CompiledUpdate, params: Sequence[Tensor]) -> None:
+        early = {parameter.param for parameter in RUNTIME.prefetcher.next_forward()}.intersection(params)
+        for part in (early, set(params) - early):
+            if part:
+                compiled.step(part, self.clip)
                 RUNTIME.prefetcher.launch_next_forward()
 
     def _clip(self, params: Sequence[Tensor]) -> None:

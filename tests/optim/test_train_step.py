@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from compiled_fsdp import Muon, TrainStep, fully_shard, replicate
-from compiled_fsdp.optim.local import BY_ELEMENT, on_shards
+from compiled_fsdp.optim.local import BY_ELEMENT, local, on_shards
 from compiled_fsdp.optim.norm import norm_of_gradients
 from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import distributed, shard
@@ -304,20 +304,21 @@ def test_optimizers_that_need_whole_tensors(rank, world_size):
 
 
 @pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("compile_update", [False, True])
 @distributed(world_size=2)
-def test_hooks_run_once_and_after_the_whole_update(rank, world_size, of_all):
+def test_hooks_run_once_and_after_the_whole_update(rank, world_size, of_all, compile_update):
     """Those of the optimizer, and those of all optimizers."""
     model = shard(small(), fully_shard)
     optimizer = OPTIMIZERS["AdamW"](model)
     seen: list[list[torch.Tensor]] = []
 
     def note(optimizer, *_):
-        seen.append([p.clone() for group in optimizer.param_groups for p in group["params"]])
+        seen.append([local(p).clone() for group in optimizer.param_groups for p in group["params"]])
 
     hooks = [register_optimizer_step_post_hook(note) if of_all else optimizer.register_step_post_hook(note)]
     if not of_all:
         hooks.append(optimizer.register_step_pre_hook(note))
-    step = TrainStep(model, optimizer, cross_entropy, max_norm=0.5, options=AOT)
+    step = TrainStep(model, optimizer, cross_entropy, max_norm=0.5, compile_update=compile_update, options=AOT)
     params = [p.detach().to_local() for group in optimizer.param_groups for p in group["params"]]
     for number in range(4):
         before = [p.clone() for p in params]
