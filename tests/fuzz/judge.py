@@ -289,8 +289,10 @@ def _may_be_refused(program: Program) -> bool:
 def _cannot_be(program: Program) -> bool:
     """Whether compiled_fsdp has to refuse the memory budget: its backend plans under it, and some step trains.
 
-    If all layers are checkpoints around old weight norms, no graph has a read, because a hook sets an attribute there.
+    If all layers are checkpoints around old weight norms, no graph has a read, because a hook sets an attribute there;
+    but a head or an embedding has one.
     """
-    if all(layer.kind == "old weight norm" and layer.checkpoint for layer in program.layers):
+    outside = program.head or program.tokens
+    if not outside and all(layer.kind == "old weight norm" and layer.checkpoint for layer in program.layers):
         return False
     return program.mode not in ("eager", "torch's aot_eager") and ("memory_budget", "120") in program.options
