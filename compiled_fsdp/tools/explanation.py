@@ -24,6 +24,7 @@ from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.tools.advice import Advice
 from compiled_fsdp.tools.advice_kinds import advice_for
+from compiled_fsdp.tools.choices import Choice, choices_of
 from compiled_fsdp.tools.codec_savings import CodecSavings, codec_savings
 from compiled_fsdp.tools.graph_data import graph_data
 from compiled_fsdp.tools.html import as_html
@@ -83,6 +84,15 @@ class Explanation:
         return advice_for(self.calls)
 
     @cached_property
+    def choices(self) -> tuple[Choice, ...]:
+        """Other placements of the first training step's parameters, with their times and memory; first as it is.
+
+        For example, print them with ``for choice in explain(model).choices: print(choice)``. It is empty if graph
+        breaks separate the step's graphs.
+        """
+        return next((found for call in self.calls if (found := choices_of(call))), ())
+
+    @cached_property
     def _steps(self) -> list[Step]:
         return steps_of(self.graphs, self.graph_breaks, self.layers)
 
@@ -110,8 +120,9 @@ class Explanation:
             in the list), ``step_s``, ``exposed_s`` and ``lower_bound_s`` (None if graph breaks separate the graphs);
             ``graph_breaks``, each with ``reason`` and ``line``; ``advice``, each with ``kind``, ``text``, ``gain_s``,
             ``step_s``, ``graphs``, ``change`` and ``changes_results``; ``codecs``, each with the attributes of
-            ``CodecSavings``; ``prefetched``, counts of gathers across graph breaks; ``updates``, each with
-            ``optimizer``, ``parameters`` (how many), ``moved_bytes`` and ``step_s``.
+            ``CodecSavings``; ``choices``, each with the attributes of ``Choice``; ``prefetched``, counts of gathers
+            across graph breaks; ``updates``, each with ``optimizer``, ``parameters`` (how many), ``moved_bytes`` and
+            ``step_s``.
         """
         layers = self.layers or (1,) * len(self.graphs)
         return {
@@ -134,6 +145,7 @@ class Explanation:
             "graph_breaks": [{"reason": reason, "line": line} for reason, line in self.graph_breaks],
             "advice": [advice.to_dict() for advice in self.advice],
             "codecs": [savings.to_dict() for savings in self.codecs],
+            "choices": [choice.to_dict() for choice in self.choices],
             "prefetched": dict(self.prefetched),
             "updates": [
                 {

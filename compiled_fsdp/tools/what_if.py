@@ -6,12 +6,20 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
+from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.passes.channel import channel_of
+from compiled_fsdp.passes.context import Groups, PassContext
+from compiled_fsdp.passes.cost import Hardware
+from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.channels import ModelCollective
 from compiled_fsdp.passes.plan.choose import PlanRules, adjusted, choose
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Schedule, Tasks
+
+ALIGNMENT = 16
+"""If a shard has a multiple of so many elements, compiled_fsdp's kernels leave no gap behind it."""
 
 
 def replan(tasks: Tasks, rules: PlanRules) -> Simulation | None:
@@ -69,6 +77,60 @@ def without_codecs(tasks: Tasks, *, kind: Kind) -> Tasks:
         return replace(task, size=replace(task.size, sent=task.size.full, decoded=0)) if task.size.decoded else task
 
     return with_each(tasks, exact, [kind])
+
+
+def nodes_of(tasks: Tasks, reads: Sequence[Read]) -> int:
+    """The number of nodes that the ranks of a step's shards are on, by the hops of its gathers that leave a node.
+
+    It is 1 if nothing is gathered, or if the parameters are on several meshes.
+    """
+    if not tasks.gathers or len({(read.group_id, read.world) for read in reads}) > 1:
+        return 1
+    inside, between = tasks.channels[tasks.gathers[0].channel].sent
+    return round(reads[0].world * between / (inside + between)) if between else 1
+
+
+def with_shards_in_nodes(tasks: Tasks, *, reads: Sequence[Read], nodes: int, hardware: Hardware) -> Tasks | None:
+    """Shard all parameters inside a node and replicate them over the nodes (HSDP), instead of over all ranks.
+
+    The result is exact, or None. For example, it is None if a parameter is padded, because other shards would have
+    another padding, or if the model has collectives of its own, because they could share other links.
+
+    Args:
+        tasks: a graph whose parameters are sharded over all ranks of ``nodes`` nodes.
+        reads: its parameters.
+        nodes: the number of nodes.
+        hardware: the hardware that it was planned for.
+    """
+    world = reads[0].world
+    node = world // nodes
+    alike = all(
+        read.size[read.dim] % world == 0
+        and read.elements // world % ALIGNMENT == 0
+        and read.replicas == 1
+        and not (read.codec or read.piece or read.backward_group or read.in_host_memory or read.already_unsharded)
+        and read.reduce_spec == ReduceSpec(read.reduce_spec.dtype)
+        for read in reads
+    )
+    usual = not tasks.model_collectives and all(channel.transport == "" for channel in tasks.channels.values())
+    if not alike or not usual or node < 2 or world % nodes:
+        return None
+    group_id = reads[0].group_id
+    apart = any(channel.stream < 0 for channel in tasks.channels.values())
+    groups = Groups("gather", "reduce" if apart else "gather", "replicas", nodes=1, replicate_nodes=nodes)
+    ctx = PassContext(tasks.phase, {}, {group_id: groups}, hardware=hardware)
+    channels = {
+        task.channel: channel_of(ctx, kind.supplies, node, group_id, 1 if kind.supplies else nodes)
+        for kind in Kind
+        for task in tasks.collectives(kind)
+    }
+
+    def larger(task: CollectiveTask) -> CollectiveTask:
+        size = task.size
+        size = replace(size, wider_shard=nodes * size.wider_shard, cast_shard=nodes * size.cast_shard)
+        return replace(task, size=size)
+
+    return replace(with_each(tasks, larger), channels=channels, persistent=nodes * tasks.persistent)
 
 
 def without_gathers(tasks: Tasks, schedule: Schedule, kept: Collection[int]) -> Schedule:
