@@ -55,7 +55,7 @@ def test_pages_with_programs_have_no_other_code(page):
 PROGRAMS = {
     "accumulation": 1,
     "graph-breaks": 1,
-    "parallelism": 5,
+    "parallelism": 6,
     "faults": 2,
     "whole-matrices": 1,
     "training-step": 1,
