@@ -1,4 +1,4 @@
-"""The placements of parameters over ranks and nodes, each with its planned step, and the quickest that fits a budget."""
+"""The placements of parameters over ranks and nodes: the planned step of each, and the quickest that fits a budget."""
 
 from __future__ import annotations
 

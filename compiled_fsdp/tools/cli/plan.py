@@ -236,8 +236,8 @@ def plan(
         len(settings) > len(budget) or replicate > 1 or reshard_after_forward != "true" or curve or fit or timeline
     ):
         raise click.UsageError(
-            "--placements compares values of --replicate and --reshard-after-forward: leave them out, --curve, --fit and "
-            "--timeline too, and give one value of each option but --budget."
+            "--placements compares values of --replicate and --reshard-after-forward: leave them out, and --curve, "
+            "--fit and --timeline, too, and give one value of each option but --budget."
         )
     console, bar = Console(), Console(stderr=True)
     if not console.is_terminal:
