@@ -23,6 +23,7 @@ def is_exact(program: Program) -> bool:
     ranks_added = program.world if program.mesh != "TP" else 2
     order = (
         program.mode in ("inductor", "dynamic")
+        or program.compiles_update  # bias corrections are float32
         or any(step.forwards > 1 for step in program.steps)  # each forward's gradients are reduced, then added
         or len(set(program.calls)) < len(program.calls)
         or any(

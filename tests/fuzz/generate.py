@@ -82,6 +82,7 @@ def generate(
     if scripts > 1:
         program = _Draw(f"script {seed}", mode).script(program)
     program = _Draw(f"odd ranks of {seed}", mode).odd_ranks(program)
+    program = _Draw(f"update of {seed}", mode).update(program)
     return dataclasses.replace(program, seed=seed)
 
 
@@ -127,6 +128,11 @@ class _Draw:
         """Return the program with another optimizer and other steps."""
         script = {"optimizer": self.random.choice(OPTIMIZERS), "in_backward": self.chance(0.15)}
         return self.with_steps(dataclasses.replace(program, **script, on_shards=self.chance(0.3)))
+
+    def update(self, program: Program) -> Program:
+        """Return the program, perhaps with a compiled update."""
+        on_shards = program.on_shards and not program.in_backward
+        return dataclasses.replace(program, compiles_update=on_shards and self.chance(0.5))
 
     def with_steps(self, program: Program) -> Program:
         steps = self.steps(program)

@@ -18,7 +18,7 @@ from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compat import region_calls
 from compiled_fsdp.compiler import compilation, equal_layers
 from compiled_fsdp.frontend import optimizer_hooks
-from compiled_fsdp.optim import local, norm
+from compiled_fsdp.optim import compiled, local, norm
 from compiled_fsdp.passes import recompute, reshard
 from compiled_fsdp.ranks.agreement import Agreement, Follows
 from compiled_fsdp.ranks.question import Signature
@@ -222,6 +222,23 @@ def _updates_twice() -> AbstractContextManager[Any]:
     return mock.patch.object(train_step, "step_without_hooks", twice)
 
 
+def _updates_twice_when_compiled() -> AbstractContextManager[Any]:
+    """The code of a compiled update has the optimizer's step twice."""
+    step = compiled.step_without_hooks
+
+    def twice(optimizer: torch.optim.Optimizer) -> None:
+        step(optimizer)
+        step(optimizer)
+
+    return mock.patch.object(compiled, "step_without_hooks", twice)
+
+
+def _does_not_clip_all() -> AbstractContextManager[Any]:
+    """A compiled update does not clip its first gradient."""
+    scale = compiled._scale_gradients
+    return mock.patch.object(compiled, "_scale_gradients", lambda params, *rest: scale(list(params)[1:], *rest))
+
+
 def _loses_states() -> AbstractContextManager[Any]:
     """The optimizer's state is that from before the step."""
     return mock.patch.object(local, "_take_back", return_value=None)
@@ -281,6 +298,8 @@ MUTATIONS: dict[str, Mutation] = {
     "a gradient of another layer": _gives_gradients_away,
     "a constant of another layer": _takes_other_layers_for_equal,
     "a stale working copy": _keeps_copies,
+    "a compiled update twice": _updates_twice_when_compiled,
+    "a gradient not clipped": _does_not_clip_all,
 }
 
 

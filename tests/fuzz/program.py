@@ -131,6 +131,7 @@ class Program:
         options: the backend's options: name and code.
         optimizer: code that makes the optimizer of `params`.
         on_shards: whether the optimizer steps as in a `TrainStep`.
+        compiles_update: whether such a step is compiled code.
         in_backward: whether optimizers step in post-accumulate-grad hooks.
         other: the way that one rank takes in some steps when the other ranks call a layer: a name of `OTHERS`, or "".
         other_at: the position of that call in `calls`.
@@ -157,6 +158,7 @@ class Program:
     options: tuple[tuple[str, str], ...] = ()
     optimizer: str = "torch.optim.SGD(params, lr=0.1)"
     on_shards: bool = False
+    compiles_update: bool = False
     in_backward: bool = False
     other: str = ""
     other_at: int = 0

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from compiled_fsdp import compiled_autograd, explain, fully_shard as ours, replicate as our_replicate
+from compiled_fsdp.optim.compiled import CompiledUpdate
 from compiled_fsdp.optim.norm import norm_of_gradients
 from compiled_fsdp.training.train_step import Update
 from tests.harness.budgets import tight_for
@@ -86,6 +87,8 @@ def _train(lines: Lines, program: Program) -> None:
         _step_in_backward(lines, program)
     else:
         lines.add(f"optimizer = {program.optimizer.replace('params', 'model.parameters()')}")
+        if program.compiles_update:
+            lines.add('compiled_update = CompiledUpdate(optimizer, "aot_eager") if way == "ours" else None')
     if any(step.kind == "load" for step in program.steps):
         lines.add("saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))")
     keeps = False
@@ -309,7 +312,7 @@ def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: 
     if program.in_backward and not lines.all_sharded:
         lines.add("[step(p) for p in params if not sharded and p.grad is not None]")
     if program.on_shards and not program.in_backward:
-        _update(lines, number, step)
+        _update(lines, program, number, step)
         return
     if step.clip and not program.in_backward:
         lines.add(f'note("step {number}: norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))')
@@ -318,10 +321,12 @@ def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: 
         lines.add(f"optimizer.step(), optimizer.zero_grad({'set_to_none=False' if step.zero else ''})")
 
 
-def _update(lines: Lines, number: int, step: Step) -> None:
+def _update(lines: Lines, program: Program, number: int, step: Step) -> None:
     """Write clipping and update as in a `TrainStep`."""
     lines.add(f'look(note, "step {number}", model, loss)')
     lines.add('update = Update(optimizer) if way == "ours" else optimizer')
+    if program.compiles_update:
+        lines.add("update.compiled = compiled_update")
     if step.clip:
         ours = "norm_of_gradients(p.grad for p in model.parameters() if p.grad is not None)"
         theirs = "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
