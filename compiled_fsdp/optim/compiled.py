@@ -20,15 +20,17 @@ from compiled_fsdp.optim.local import as_state, local
 
 log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 16
-"""How many graphs an optimizer's updates may have, before they are no longer compiled."""
+MOST_COMPILES = 16
+"""In how many steps something may be compiled, before updates are no longer compiled."""
+TOGETHER = 8
+"""The most parameters of one graph whose code is C++: g++ needs minutes for a function with hundreds of loops."""
 
 Clip = tuple[float, Tensor]
 """The gradients' largest norm, and their norm."""
 
 
 class CompiledUpdate:
-    """Updates of an optimizer's parameters, each as one graph.
+    """Updates of an optimizer's parameters, each as one graph; on a CPU with Inductor as several small ones.
 
     A graph is compiled for the parameters that have gradients, for the names, shapes and dtypes of their state, and for
     all values in the parameter groups except learning rates, which are tensors in the graph. A call looks its graph up
@@ -54,6 +56,7 @@ class CompiledUpdate:
         self._optimizer, self._codegen, self._inductor = optimizer, codegen, inductor or {}
         self._when_compiled = compiled
         self._graphs: dict[Hashable, _Graph] = {}
+        self._compiles = 0
         for name, value in (item for group in optimizer.param_groups for item in group.items()):
             if name != "params" and isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value):
                 raise ValueError(
@@ -64,15 +67,16 @@ class CompiledUpdate:
     @property
     def has_too_many_graphs(self) -> bool:
         """Whether the facts that graphs are compiled for change so often that compiling is a loss."""
-        if len(self._graphs) < MOST_GRAPHS:
+        if self._compiles < MOST_COMPILES:
             return False
         warn_once(
             log,
             "too many updates",
-            "TrainStep(compile_update=True) has compiled %d graphs, so the update goes on without being compiled. Each "
-            "change of a value in param_groups other than 'lr' is a graph more, and so is each other set of parameters "
-            "with gradients. For example, OneCycleLR changes momentum unless it has cycle_momentum=False.",
-            MOST_GRAPHS,
+            "TrainStep(compile_update=True) has compiled graphs in %d steps, so the update goes on without being "
+            "compiled. Each change of a value in param_groups other than 'lr' is a graph more, and so is each other "
+            "set of parameters with gradients. For example, OneCycleLR changes momentum unless it has "
+            "cycle_momentum=False.",
+            MOST_COMPILES,
         )
         return True
 
@@ -82,18 +86,28 @@ class CompiledUpdate:
 
         The graph reads gradients and does not write to them.
         """
-        chosen = set(params)
-        call = _Call(self._optimizer, chosen, clip)
-        graph = self._graphs.get(call.key)
-        if graph is None:
-            create_state(self._optimizer)
+        before = len(self._graphs)
+        for chosen in self._parts(set(params)):
             call = _Call(self._optimizer, chosen, clip)
-            graph = self._graphs.get(call.key)
-        if graph is None:
-            graph = self._graphs[call.key] = self._compiled(call)
-        for (number, name), value in zip(graph.new, graph.code(*call.inputs), strict=True):
-            param = call.params[number]
-            self._optimizer.state[param][name] = as_state(param, value)
+            if call.key not in self._graphs:
+                create_state(self._optimizer)
+                call = _Call(self._optimizer, chosen, clip)
+            graph = self._graphs.get(call.key) or self._compiled(call)
+            for (number, name), value in zip(graph.new, graph.code(*call.inputs), strict=True):
+                param = call.params[number]
+                self._optimizer.state[param][name] = as_state(param, value)
+        self._compiles += len(self._graphs) > before
+
+    def _parts(self, params: set[Tensor]) -> Iterable[set[Tensor]]:
+        """The parameters of each graph. Small graphs have parameters of one shape, so that equal layers share them."""
+        if self._codegen != "inductor" or any(local(param).device.type != "cpu" for param in params):
+            return [params]
+        alike: dict[Hashable, list[Tensor]] = defaultdict(list)
+        for number, group in enumerate(self._optimizer.param_groups):
+            for param in group["params"]:
+                if param in params and param.grad is not None:
+                    alike[number, local(param).shape, param.dtype].append(param)
+        return [set(same[i : i + TOGETHER]) for same in alike.values() for i in range(0, len(same), TOGETHER)]
 
     def _compiled(self, call: _Call) -> _Graph:
         begin = time.perf_counter()
@@ -115,7 +129,8 @@ class CompiledUpdate:
             name, len(call.params), seconds, call.moved / 1e6,
         )  # fmt: skip
         self._when_compiled(call.params, call.moved)
-        return _Graph(code, new)
+        graph = self._graphs[call.key] = _Graph(code, new)
+        return graph
 
 
 def _scale_gradients(params: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:

@@ -200,7 +200,7 @@ def assert_explained(model: nn.Module) -> None:
 
 @distributed(world_size=2)
 def test_state_dicts_are_those_of_the_loop(rank, world_size):
-    """In types, dtypes and placements. The loop goes on with the state of compiled updates, as a step on shards does."""
+    """In types, dtypes and placements. The loop goes on with the state of compiled updates, as a step on shards."""
     models = [shard(small(), fully_shard) for _ in range(3)]
     optimizers = [OPTIMIZERS["AdamW"](model) for model in models]
     step = TrainStep(models[0], optimizers[0], cross_entropy, compile_update=True, options=AOT)
@@ -255,7 +255,7 @@ def test_the_scaler_leaves_out_a_compiled_update(rank, world_size):
 
 def test_values_that_change_in_each_step(monkeypatch, caplog):
     """Each is a graph more. After some graphs the update is no longer compiled, and the log says why."""
-    monkeypatch.setattr(compiled, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(compiled, "MOST_COMPILES", 3)
     params = parameters()
     optimizer = torch.optim.AdamW(params, lr=0.01)
     own = CompiledUpdate(optimizer, "aot_eager")
@@ -273,7 +273,7 @@ def test_values_that_change_in_each_step(monkeypatch, caplog):
 def test_too_many_graphs_in_a_step(rank, world_size):
     """The update goes on without being compiled."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "MOST_GRAPHS", 0)
+        patch.setattr(compiled, "MOST_COMPILES", 0)
         ours, theirs = shard(small(), fully_shard), shard(small(), torch_fully_shard)
         optimizers = [OPTIMIZERS["AdamW"](model) for model in (ours, theirs)]
         step = TrainStep(ours, optimizers[0], cross_entropy, max_norm=0.5, compile_update=True, options=AOT)
@@ -295,7 +295,7 @@ def test_errors(rank, world_size):
 
 
 @pytest.mark.more
-def test_inductors_code_is_one_kernel():
+def test_inductors_code_of_a_graph_is_one_function():
     """It reads and writes each shard once; its numbers are near those of the loop."""
     params = parameters()
     like = copy.deepcopy(params)
@@ -308,9 +308,9 @@ def test_inductors_code_is_one_kernel():
         norm = get_total_norm([p.grad for p in params])
         step = partial(own.step, params, (0.5, norm))
         if number == 0:
-            _, (code,) = run_and_get_code(step)
-            calls = [line for line in code.split("def call(self, args)")[1].splitlines() if "cpp_fused" in line]
-            assert len(calls) == 1, calls
+            for code in run_and_get_code(step)[1]:
+                calls = [line for line in code.split("def call(self, args)")[1].splitlines() if "cpp_fused" in line]
+                assert len(calls) == 1, calls
         else:
             step()
         clip_grads_with_norm_(like, 0.5, norm)
