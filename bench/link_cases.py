@@ -21,7 +21,7 @@ BUDGETS = ("budget_100", "budget_80", "budget_60", "budget_45")
 """Systems with a memory budget, in percent of the planned peak of compiled_fsdp without one."""
 UNSHARDED = ("replicated", "kept")
 """Systems with as many bytes as DDP: ``replicate``, and parameters that stay unsharded from forward to backward."""
-STEPS = ("loop", "train_step")
+STEPS = ("loop", "train_step", "compiled_update")
 """Systems whose step has clipping and AdamW: the usual loop, and ``TrainStep``. Their model and loss are compiled."""
 OF_ONE_GROUP = ("functional", "functional_overlap", "floor_wire", "floor_wire_fsdp2")
 """Systems that support neither replicas nor another group for backward's gathers."""

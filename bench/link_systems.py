@@ -270,10 +270,14 @@ def _loop(setting: Setting) -> WholeStep:
     return WholeStep(model, step)
 
 
-def _train_step(setting: Setting) -> WholeStep:
+def _train_step(compile_update: bool, setting: Setting) -> WholeStep:
     model = setting.sharded(fully_shard)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    step = TrainStep(model, optimizer, lambda model, x: setting.model.loss(model(x), x), max_norm=1.0)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return setting.model.loss(model(x), x)
+
+    step = TrainStep(model, optimizer, loss_fn, max_norm=1.0, compile_update=compile_update)
     return WholeStep(model, lambda: step(setting.x))
 
 
@@ -424,5 +428,6 @@ SYSTEMS = {
     "replicated": System(_replicated, sharded=False, reshard=False),
     "kept": System(_kept, reshard=False),
     "loop": System(_loop, trains=False),
-    "train_step": System(_train_step, trains=False),
+    "train_step": System(partial(_train_step, False), trains=False),
+    "compiled_update": System(partial(_train_step, True), trains=False),
 }

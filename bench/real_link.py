@@ -30,8 +30,8 @@ least that fits, if that is more.
 Two further systems send as many bytes as DDP: "replicated" is ``replicate``, and "kept" shards parameters, but leaves
 them unsharded from forward to backward.
 
-"loop" and "train_step" are steps with clipping and AdamW, which are timed, too: the usual loop around a compiled model
-and its loss, and ``TrainStep``.
+"loop", "train_step" and "compiled_update" are steps with clipping and AdamW, which are timed, too: the usual loop
+around a compiled model and its loss, and ``TrainStep`` without and with ``compile_update``.
 
 With ``--wire`` the systems differ in the codecs of gathers and reductions (for example "wire_int8" has
 ``WirePolicy("int8", "int8")``). Beside them run the exact systems, mixed precision in bfloat16 ("bf16", "fsdp2_bf16"),
