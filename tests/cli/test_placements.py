@@ -178,7 +178,7 @@ def test_placements_of_one_node_and_of_broken_nodes():
     assert len(placements_of(replace(OWN, world_size=12))) == 3
     split = placements_of(replace(OWN, world_size=32, tensor_parallel=2))  # four neighbours with shards
     assert {of.name: of.replicate for of in split} == {
-        "FSDP": 1, "FSDP, kept": 1, "FSDP, 8 in backward": 1, "HSDP": 4, "HSDP, kept": 4, "replicate": 16,
+        "FSDP": 1, "FSDP, kept": 1, "FSDP, 4 in backward": 1, "HSDP": 4, "HSDP, kept": 4, "replicate": 16,
     }  # fmt: skip
 
 

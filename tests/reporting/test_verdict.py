@@ -82,15 +82,15 @@ def test_details_fit_100_columns(explained):
         """\
 4 units with 8 sharded parameters, 2 planned graphs, no graph breaks
 times are planned for h100 (the option 'hardware': built-in profile, not measured)
-[0] forward: 8 parameters read, 110 nodes
+[0] forward: 8 parameters read, 102 nodes
 
               size      at   between      ms   exposed   form   why not earlier   parameters
  --------------------------------------------------------------------------------------------------
- gather   262.1 MB   24-29         0   0.907     0.904   flat   data              table.weight and
+ gather   262.1 MB   16-21         0   0.907     0.904   flat   data              table.weight and
                                                                                   1 more
- gather    67.1 MB   28-44         3   0.343     0.034   flat   queue             layers.0.* (2)
- gather    67.1 MB   43-67        11   0.343     0.000   flat   queue             layers.1.* (2)
- gather    67.1 MB   66-86        11   0.343     0.000   flat   compute-limited   layers.2.* (2)
+ gather    67.1 MB   20-36         3   0.343     0.034   flat   queue             layers.0.* (2)
+ gather    67.1 MB   35-59        11   0.343     0.000   flat   queue             layers.1.* (2)
+ gather    67.1 MB   58-78        11   0.343     0.000   flat   compute-limited   layers.2.* (2)
 
 serial 3.495 ms, bound 1.852, planned 2.755 (gap 48.8%, overlap efficiency 45%), exposed 0.937 ms,
 contention 0.259 ms, peak 648.4 MB (least 540.5 MB)
