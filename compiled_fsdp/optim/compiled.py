@@ -40,7 +40,8 @@ class CompiledUpdate:
         optimizer: one of ``BY_ELEMENT``. Its steps are those of torch's ``foreach`` implementation, compiled.
         codegen: as the backend's option: "aot_eager" runs the graph operation by operation.
         inductor: Inductor's own options.
-        compiled: called with the parameters of each graph that is compiled, and the bytes that it reads and writes.
+        compiled: called, in a step that compiles something, with the parameters of each graph that the step calls, and
+            the bytes that it reads and writes.
 
     Raises:
         ValueError: a parameter group has a tuple of tensors.
@@ -86,17 +87,21 @@ class CompiledUpdate:
 
         The graph reads gradients and does not write to them.
         """
-        before = len(self._graphs)
+        before, calls = len(self._graphs), []
         for chosen in self._parts(set(params)):
             call = _Call(self._optimizer, chosen, clip)
             if call.key not in self._graphs:
                 create_state(self._optimizer)
                 call = _Call(self._optimizer, chosen, clip)
             graph = self._graphs.get(call.key) or self._compiled(call)
+            calls.append(call)
             for (number, name), value in zip(graph.new, graph.code(*call.inputs), strict=True):
                 param = call.params[number]
                 self._optimizer.state[param][name] = as_state(param, value)
-        self._compiles += len(self._graphs) > before
+        if len(self._graphs) > before:
+            self._compiles += 1
+            for call in calls:
+                self._when_compiled(call.params, call.moved)
 
     def _parts(self, params: set[Tensor]) -> Iterable[set[Tensor]]:
         """The parameters of each graph. Small graphs have parameters of one shape, so that equal layers share them."""
@@ -128,7 +133,6 @@ class CompiledUpdate:
             "%s's update of %d parameters is one graph, compiled in %.1f s: it reads and writes %.1f MB",
             name, len(call.params), seconds, call.moved / 1e6,
         )  # fmt: skip
-        self._when_compiled(call.params, call.moved)
         graph = self._graphs[call.key] = _Graph(code, new)
         return graph
 
