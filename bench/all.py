@@ -144,11 +144,7 @@ MEASUREMENTS = (
         "--rates 1 --batches 256,1024 --repeats 7 --minutes 7 --systems compiled_fsdp,ddp,replicated,kept",
         5,
     ),
-    _link(
-        "training-step",
-        "--rates 1 --batches 256,1024 --repeats 7 --minutes 7 --systems loop,train_step,compiled_update",
-        8,
-    ),
+    _link("training-step", "--rates 1 --batches 256,1024 --repeats 7 --minutes 7 --systems loop,train_step", 5),
     Measurement("muon", "python -m bench.muon", 3, "--layers 1 --width 64 --rounds 1"),
     Measurement("profile", "python -m bench.profile_check", 5, "--rounds 1 --systems whole"),
     Measurement("graph-breaks-depth", "python -m bench.broken_depth --repeats 3", 3, "--repeats 1"),

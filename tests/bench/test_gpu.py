@@ -108,6 +108,6 @@ def test_records(tmp_path, monkeypatch, capsys):
     assert all(r["ratio_to_copy"] == 1 for r in copied if r["system"] == "copy")
     assert all(r["gbps"] == pytest.approx(r["bytes"] / r["seconds"] / 1e9) for r in copied)
     steps = [r for r in records if r["bench"] == "host time of a step"]
-    assert len(steps) == 8
+    assert len(steps) == 9
     assert all(r["seconds"] > 0 for r in steps)
     assert capsys.readouterr().out.count("\n") == len(records)
