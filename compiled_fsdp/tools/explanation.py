@@ -172,9 +172,9 @@ class Explanation:
     def _update_line(self) -> str:
         """Say how long the compiled update takes, alone and with the last call of the model."""
         seconds = sum(map(self._seconds_of, self.updates))
-        of = " and ".join(str(len(update.param_ids)) for update in self.updates)
+        params = sum(len(update.param_ids) for update in self.updates)
         text = (
-            f"the update, {self.updates[0].optimizer} in {count(len(self.updates), 'graph')} of {of} parameters: "
+            f"the update, {self.updates[0].optimizer} in {count(len(self.updates), 'graph')} of {params} parameters: "
             f"{milliseconds(seconds)}, {megabytes(sum(update.moved for update in self.updates))} read and written"
         )
         call = next((call for call in self.calls if call.phase == "training step"), None)

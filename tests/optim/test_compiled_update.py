@@ -192,9 +192,9 @@ def assert_explained(model: nn.Module) -> None:
     assert 0 < moved - 7 * 4 * elements < 1000  # shard and state read and written, gradient read; counts and rates
     (call,) = found.calls
     seconds = sum(update["step_s"] for update in updates)
-    of = " and ".join(str(update["parameters"]) for update in updates)
+    graphs = count(len(updates), "graph")
     text = " ".join(str(found).split())
-    assert f"the update, AdamW in {count(len(updates), 'graph')} of {of} parameters: {milliseconds(seconds)}" in text
+    assert f"the update, AdamW in {graphs} of {found.parameters} parameters: {milliseconds(seconds)}" in text
     assert f"{milliseconds(call.seconds + seconds)}, bound {milliseconds(call.bound + seconds)}" in text
 
 
