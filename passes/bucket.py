@@ -4,7 +4,8 @@
     reduce_grad(grad_0), reduce_grad(grad_1) -> launch([grad_0, grad_1, ..]) -> wait_tensor -> unpack_reduce, ..
 
 With replicas (HSDP), the first wait is followed by the launch of an all-reduce and a second wait. If there is one shard
-only (``replicate``), the first launch is the all-reduce. A coalesced bucket has a wait for each tensor.
+only (``replicate``), the first launch is the all-reduce. With a working copy in each node (``ReduceSpec.within``), the
+launch of another reduce-scatter follows. A coalesced bucket has a wait for each tensor.
 
 If the graph is a fragment (one of several graphs of a forward), collectives may cross its edges (``BucketSpec.edge``).
 Its first gather may be in flight before the graph runs, its last gather also starts the next graph's first one, and
@@ -31,7 +32,7 @@ from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.collectives import offsets
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.spec import COALESCED, FLAT, LIBRARY, TORCH, TRITON, BucketSpec, Kind
-from compiled_fsdp.buckets.transport import TRANSPORTS, WAIT
+from compiled_fsdp.buckets.transport import TRANSPORTS, WAIT, reduced_again
 from compiled_fsdp.compat.graphs import stable_topological_sort
 from compiled_fsdp.passes.edit import add_call
 from compiled_fsdp.passes.graph import argument, calls, is_given, ops, prims, spec_of, value
@@ -72,8 +73,10 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         else:
             members = [grads[read].popleft() for read in planned.reads]
             at_the_end = ctx.planned.schedule[number].wait == ctx.planned.end
-            whole_group = planned.group_id == ctx.reads[planned.reads[0]].group_id  # else only this graph knows it
-            deferred = ctx.rules.is_fragment and ctx.phase == "backward" and at_the_end and whole_group
+            read = ctx.reads[planned.reads[0]]
+            known = bool(read.reduces_within) or planned.group_id == read.group_id  # else only this graph knows it
+            known &= planned.form != COALESCED or not ctx.has_replicas(planned.group_id)  # reduced again as one tensor
+            deferred = ctx.rules.is_fragment and ctx.phase == "backward" and at_the_end and known
             if deferred and _only_returned(members):
                 launch = _defer_reduction(gm, planned, members)
             else:
@@ -164,10 +167,12 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
     with graph.inserting_before(max(members).next):  # nodes compare by their places
         launch = add_call(graph, ops.launch.default, grads, numbers, str(spec))
         waits, received = _waits(gm, launch, spec), spec
-        over_replicas = ctx.has_replicas(spec.group_id) and reduction.sync is GradSync.ALL
-        if over_replicas and spec.transport != "all_reduce":
-            waits, pieces = _over_replicas(gm, waits, numbers, replace(spec, pieces=pieces)), 1
-            received = replace(spec, codec="")
+        again = ctx.has_replicas(spec.group_id) and reduction.sync is GradSync.ALL
+        if again and spec.transport != "all_reduce":
+            received = reduced_again(replace(spec, codec=""), spec_of(members[0]).parts, pieces)
+            waits = _reduce_again(gm, waits, numbers, replace(received, codec=spec.codec), spec.form)
+            received = replace(received, form=spec.form)
+            pieces = received.world if TRANSPORTS[received.transport].leaves_pieces else 1
         for node, place, wait in zip(members, offsets(received), waits, strict=False):
             given = argument(node, "spec"), argument(node, "dtype"), pieces
             unpacked = add_call(graph, ops.unpack_reduce.default, wait, place, *given)
@@ -177,12 +182,11 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
     return launch
 
 
-def _over_replicas(gm: GraphModule, waits: list[Node], numbers: list[Node], spec: BucketSpec) -> list[Node]:
-    """All-reduce over the replicas the tensors that ``waits`` give; return the waits for the all-reduces."""
+def _reduce_again(gm: GraphModule, waits: list[Node], numbers: list[Node], spec: BucketSpec, form: str) -> list[Node]:
+    """Reduce the tensors that ``waits`` give for the second time; return the waits. ``form``: of the first reduction."""
     count, found = len(waits), []
-    for share in [slice(i, i + 1) for i in range(count)] if spec.coalesced else [slice(count)]:
-        numels = spec.numels[share]
-        its = replace(spec, form=FLAT, transport="all_reduce_shards", numels=numels, dims=(), reads=())
+    for share in [slice(i, i + 1) for i in range(count)] if form == COALESCED else [slice(count)]:
+        its = replace(spec, numels=spec.numels[share])
         launch = add_call(gm.graph, ops.launch.default, [waits[share][0]], numbers[share], str(its))
         found += _waits(gm, launch, its)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_fsdp.buckets.spec import Kind
-from compiled_fsdp.buckets.transport import BY_COPY_ENGINES, TRANSPORTS, reduces_by
+from compiled_fsdp.buckets.transport import BY_COPY_ENGINES, TRANSPORTS, reduces_again_by, reduces_by
 from compiled_fsdp.passes.cost.hardware import Curve
 from compiled_fsdp.passes.plan.channels import CommChannel
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 
 def channel_of(
-    ctx: PassContext, gathered: bool, world: int, group_id: int, replicas: int = 1, *, encodes: bool = False
-) -> CommChannel:
+    ctx: PassContext, gathered: bool, world: int, group_id: int, replicas: int = 1, *, encodes: bool = False,
+    in_parts: bool = False,
+) -> CommChannel:  # fmt: skip
     """The cost of the collectives of a group.
 
     Reductions are all-to-alls if gradients are encoded, or if the backend allows it and it is quicker. Their cost
-    includes the all-reduce of each shard over the replicas. If there is one shard only, the all-reduce is all.
+    includes the second reduction, over ``replicas`` ranks: the all-reduce of each shard, or with ``in_parts`` another
+    reduction to shards. If there is one shard only, the all-reduce is all.
     """
     groups, kind = ctx.groups[group_id], Kind.GATHER if gathered else Kind.REDUCE
     name = _transport(ctx, kind, world, groups.nodes, encodes=encodes)
@@ -34,8 +36,9 @@ def channel_of(
     else:
         curve = ctx.hardware.curve(transport.curve, world, groups.nodes)
     if replicas > 1 and name != "all_reduce":
-        curve = _one_after_the_other(curve, ctx.hardware.curve("all_reduce", replicas, groups.replicate_nodes), world)
-        more = ctx.hardware.sent("all_reduce", replicas, groups.replicate_nodes)
+        second = TRANSPORTS[reduces_again_by(name, in_parts=in_parts)].curve
+        curve = _one_after_the_other(curve, ctx.hardware.curve(second, replicas, groups.replicate_nodes), world)
+        more = ctx.hardware.sent(second, replicas, groups.replicate_nodes)
         sent = sent[0] + more[0] / world, sent[1] + more[1] / world
     of_reductions = not gathered and groups.has_reduce_scatter_group
     # torch runs all collectives by copy engines on one stream
@@ -51,6 +54,7 @@ def channel_of(
         quick=curve.quick,
         by_copies=transport.copy_engines and replicas == 1,
         sent=sent,
+        parts=replicas if in_parts else 1,
     )
 
 
@@ -62,16 +66,16 @@ def link_of(ctx: PassContext, world: int, group_id: int, replicas: int) -> str:
     return ctx.hardware.link(world, groups.nodes)
 
 
-def _one_after_the_other(reduces: Curve, over_replicas: Curve, world: int) -> Curve:
-    """The cost of a reduction followed by an all-reduce of each of its ``world`` shards over the replicas."""
+def _one_after_the_other(reduces: Curve, again: Curve, world: int) -> Curve:
+    """The cost of a reduction followed by a second one of each of its ``world`` shards."""
 
     def together(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
         return one[0] + other[0], 1 / (1 / one[1] + 1 / other[1] / world)
 
-    usual = [(curve.latency, curve.bytes_per_second) for curve in (reduces, over_replicas)]
+    usual = [(curve.latency, curve.bytes_per_second) for curve in (reduces, again)]
     quick = None
-    if reduces.quick is not None and over_replicas.quick is not None:
-        quick = together(reduces.quick, over_replicas.quick)
+    if reduces.quick is not None and again.quick is not None:
+        quick = together(reduces.quick, again.quick)
     return Curve(*together(*usual), reduces.each, quick)
 
 

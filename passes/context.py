@@ -203,12 +203,19 @@ class PassContext:
     summary: dict[str, str] = field(default_factory=dict)
 
     def has_replicas(self, group_id: int) -> bool:
-        """Whether gradients that were reduced over this mesh are then reduced over replicas."""
+        """Whether another group reduces gradients again that this mesh has reduced (``GroupNames.replicate``)."""
         return self.groups[group_id].replicate is not None
 
     def has_collective(self, group_id: int, world: int) -> bool:
         """Whether the ``world`` ranks of a mesh that share a parameter launch collectives."""
         return world > 1 or (self.collectives_at_world_size_1 and self.groups[group_id].all_gather != "")
+
+    def place_of_addends(self, spec: ReadSpec, pieces: int) -> int:
+        """This rank's number in the group from which ``pieces`` addends have come; it decides their order."""
+        groups = self.groups[spec.group_id]
+        if pieces <= 2:  # the sum of two is the same in either order
+            return 0
+        return groups.rank if spec.parts == 1 else groups.rank_in_second
 
     def has_reduction(self, spec: ReadSpec) -> bool:
         """Whether the reduction of a parameter's gradient launches a collective, over shards or over replicas."""

@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets.codec import RESIDUAL_ITEMSIZE
 from compiled_fsdp.buckets.kernels.layout import aligned
 from compiled_fsdp.buckets.layout import TensorSize
-from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.compat.graphs import hint
 from compiled_fsdp.passes.alive import Alive
 from compiled_fsdp.passes.channel import channel_of, link_of
@@ -56,9 +55,9 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
         detail += f" {codec}" * (gathered and bool(codec))
         key = f"{'gather' if gathered else 'reduce'} mesh {group_id} {detail}"
         if key not in channels:
-            over_replicas = not gathered and read.reduce_spec.sync is GradSync.ALL
-            replicas = read.replicas if over_replicas else 1
-            channels[key] = channel_of(ctx, gathered, world, group_id, replicas, encodes=bool(codec))
+            replicas = 1 if gathered else read.reduces_again_over
+            in_parts = read.reduces_within is not None
+            channels[key] = channel_of(ctx, gathered, world, group_id, replicas, encodes=bool(codec), in_parts=in_parts)
             links[channels[key].stream] = link_of(ctx, world, group_id, replicas)
         first = segments.start[node]
         if gathered:
@@ -69,11 +68,11 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
             last = max(min(users, default=segments.end), first)
             grad = value(argument(node, "grad"))
             padded = hint(grad.shape[0]) % read.world != 0 if grad.dim() else False
-            cast = str(grad.dtype).removeprefix("torch.") != read.reduce_spec.dtype
-            if codec:  # encoding casts by itself; sums and divisions before it are copies
-                cast = read.reduce_spec.adds_accumulated or read.reduce_spec.before != 1
-            copied = padded or cast or read.dim > 0 or not grad.is_contiguous()
+            cast = not codec and str(grad.dtype).removeprefix("torch.") != read.reduce_spec.dtype  # encoding casts, too
+            computed = read.reduce_spec.adds_accumulated or read.reduce_spec.before != 1
+            copied = padded or cast or computed or argument(node, "dim") > 0 or not grad.is_contiguous()
         size = read.bytes if gathered else read.reduced_bytes
+        shard = size // world // channels[key].parts
         tasks_by_node[node] = CollectiveTask(
             read=read.index,
             block_number=read.block_number,
@@ -85,8 +84,8 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
                 gap=_gap_bytes(node, size, read.elements, world) if ctx.kernels and not codec else 0,
                 host=_host_bytes(node) if gathered else 0,
                 wider=0 if gathered else max(0, tensor_bytes(grad) - size),
-                wider_shard=0 if gathered else max(0, tensor_bytes(value(node)) - size // world),
-                cast_shard=0 if gathered else _cast_bytes(node, read.reduce_spec.dtype, size // world),
+                wider_shard=0 if gathered else max(0, tensor_bytes(value(node)) - shard),
+                cast_shard=0 if gathered else _cast_bytes(node, read.reduce_spec.dtype, shard),
                 copied=copied,
                 unpacked=gathered and read.dim > 0 and read.world > 1 and not codec,
             ),

@@ -44,7 +44,7 @@ def follow(gm: GraphModule, ctx: PassContext) -> GraphModule:
             reduce_text, dtype = argument(node, "reduce"), argument(node, "dtype")
             if ReduceSpec.parse(reduce_text).sync is GradSync.SHARDS_ONLY:
                 dtype = getattr(torch, ReduceSpec.parse(reduce_text).dtype)
-            grad, param_id, size = (argument(node, name) for name in ("grad", "param_id", "shard_size"))
+            grad, param_id, size = (argument(node, name) for name in ("grad", "param_id", "reduced_size"))
             zero = add_call(gm.graph, ops.follow_reduce.default, grad, param_id, dtype, reduce_text)
             stand_in = add_call(gm.graph, torch.ops.aten.expand.default, zero, size)
         node.replace_all_uses_with(stand_in)

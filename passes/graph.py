@@ -33,6 +33,8 @@ IS_APART = "compiled_fsdp_apart"
 """Key of ``Node.meta`` of a ``retain`` call: whether its argument, the full parameter, is also an output."""
 RETAINS = "compiled_fsdp_retains"
 """Key of ``Node.meta`` of the output node: whether the graph returns full parameters that stay in memory after it."""
+IS_SECOND = "compiled_fsdp_second"
+"""Key of ``Node.meta`` of the nodes of a second reduction: its bucket was reduced by other ranks before."""
 IS_ID = "compiled_fsdp_id"
 """Key of ``Node.meta`` of nodes that cut a ``param_id`` out of its block's numbers: passes treat them as inputs."""
 NOT_STORED = "compiled_fsdp_not_stored"
@@ -68,9 +70,7 @@ def is_planned(node: Node) -> bool:
     """Whether a node launches a gather or a reduction of the plan."""
     if node.op != "call_function" or not node.meta.get("of_bucket"):
         return False
-    if node.target in transport.ALL_REDUCES:
-        return "reads" in node.meta  # else it continues a bucket: over replicas, after the ranks that shard
-    return node.target in transport.LAUNCHES or is_launch(node)
+    return (node.target in transport.LAUNCHES or is_launch(node)) and IS_SECOND not in node.meta
 
 
 def is_launch(node: Node) -> bool:

@@ -8,6 +8,7 @@ Inductor, logs and profiling tools know those.
     with a codec encode([a, b]) -> the same, or all_to_all_single                              -> decode or decode_sum
     coalesced  ->  all_gather_into_tensor_coalesced; on the CPU one all_gather_into_tensor each
     launch([w])  all_reduce_shards, or launch([g, h])  all_reduce  ->  all_reduce
+    launch([w])  reduce_scatter_parts, all_to_all_parts            ->  cat -> reduce_scatter_tensor, all_to_all_single
                  casts, divisions: in packing and unpacking
 
 With Triton kernels, pack_shards and pack_grads pack a bucket, and unpack_fulls and unpack_shards unpack it
@@ -30,9 +31,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets import collectives
-from compiled_fsdp.buckets.transport import LAUNCHES
+from compiled_fsdp.buckets.transport import LAUNCHES, TRANSPORTS
 from compiled_fsdp.passes.edit import inline, replace_by_input
-from compiled_fsdp.passes.graph import IS_ID, argument, calls, ops, spec_of, value
+from compiled_fsdp.passes.graph import IS_ID, IS_SECOND, argument, calls, ops, spec_of, value
 from compiled_fsdp.passes.unpack import unpack_together
 
 if TYPE_CHECKING:
@@ -72,17 +73,14 @@ def _launch(node: Node, ctx: PassContext) -> None:
         return collectives.launch(given[:count], given[count:], spec, groups)
 
     added = inline(node, run, [*tensors, *(argument(node, "param_ids") if takes else ())])
-    if spec.transport == "all_reduce_shards":  # it belongs to the bucket whose reduction it continues
+    if TRANSPORTS[spec.transport].is_second:  # it belongs to the bucket whose reduction it continues
+        for n in added:
+            n.meta[IS_SECOND] = True
         return
     launched = [n for n in added if n.target in LAUNCHES]
     each = [spec.reads] if len(launched) == 1 else [(read,) for read in spec.reads]
     for collective, its_reads in zip(launched, each, strict=True):
         collective.meta["reads"], collective.meta["bucket"] = its_reads, number
-
-
-def _rank(node: Node, ctx: PassContext) -> int:
-    # the sum of two ranks' parts is the same in either order
-    return ctx.groups[argument(node, "group_id")].rank if argument(node, "num_pieces") > 2 else 0
 
 
 def _unpack_gather(node: Node, ctx: PassContext) -> None:
@@ -92,9 +90,9 @@ def _unpack_gather(node: Node, ctx: PassContext) -> None:
 
 def _unpack_reduce(node: Node, ctx: PassContext) -> None:
     bucket, offset, size, dtype, reduction, pieces = (
-        argument(node, name) for name in ("bucket", "offset", "shard_size", "dtype", "reduction", "num_pieces")
+        argument(node, name) for name in ("bucket", "offset", "reduced_size", "dtype", "reduction", "num_pieces")
     )
-    given = offset, size, dtype, reduction, pieces, _rank(node, ctx)
+    given = offset, size, dtype, reduction, pieces, ctx.place_of_addends(spec_of(node), pieces)
     inline(node, lambda received: collectives.unpack_reduce(received, *given), [bucket])
 
 

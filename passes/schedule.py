@@ -4,8 +4,8 @@ A launch goes right before the segment that the plan names, after all launches t
 wait goes before its first use, followed by everything that is unpacked from it. A reduction's wait goes where the plan
 has it.
 
-With replicas (HSDP), the all-reduce of a bucket is launched when the next reduction is launched, or at the bucket's
-wait. The reduce-scatter has run in the meantime.
+The second reduction of a bucket (over replicas, or over other nodes) is launched when the next bucket's first one is
+launched, or at the bucket's wait. The first one has run in the meantime.
 
 In compiled autograd's graphs a gradient is published right after its wait: ``accumulate_grad`` adds it to ``.grad``,
 and hooks run. A hook may update the shard. So a gradient is not published before its parameter's last gather was waited
@@ -13,7 +13,7 @@ for, or, if the parameter is read without a gather, before its last use.
 """
 
 # Why: docs/design/planner.md, "A plan is data with milestones"
-# Why: docs/design/gradients.md, "HSDP all-reduces behind the next reduction"
+# Why: docs/design/gradients.md, "The second reduction comes behind the next first one"
 # Why: docs/design/graph-breaks.md, "Compiled autograd's graph is a region"
 
 from __future__ import annotations
@@ -89,20 +89,20 @@ class _PlacedBucket:
 
     @property
     def first_half(self) -> list[Node]:
-        """The launch and its elements; with replicas also their waits, and the launches of the all-reduces."""
+        """The launch and its elements; with second reductions also the waits, and their launches."""
         first = [self.launch, *_elements(self.launch)]
-        if not self._all_reduces:
+        if not self._second:
             return first
-        return [*first, *waits_of(self.launch), *(n for each in self._all_reduces for n in (each, *_elements(each)))]
+        return [*first, *waits_of(self.launch), *(n for each in self._second for n in (each, *_elements(each)))]
 
     @property
     def last_waits(self) -> list[Node]:
         """The waits after which the bucket is complete."""
-        return [wait for all_reduce in self._all_reduces for wait in waits_of(all_reduce)] or waits_of(self.launch)
+        return [wait for second in self._second for wait in waits_of(second)] or waits_of(self.launch)
 
     @property
-    def _all_reduces(self) -> list[Node]:
-        """The launches of the all-reduces over the replicas."""
+    def _second(self) -> list[Node]:
+        """The launches of the second reductions."""
         return [user for wait in waits_of(self.launch) for user in wait.users if is_launch(user)]
 
     @property

@@ -121,7 +121,7 @@ def _shards_by_kernel(gm: GraphModule, wait: Node, shards: list[Node], ctx: Pass
     for (dtype, reduce), members in same.items():
         if by_kernel(ctx, [wait] * len(members), dtype):
             count += 1
-            offsets, sizes = ([argument(node, name) for node in members] for name in ("offset", "shard_size"))
+            offsets, sizes = ([argument(node, name) for node in members] for name in ("offset", "reduced_size"))
             numels, op = [math.prod(size) for size in sizes], ops.unpack_shards.default
             unpack = [
                 partial(collectives.shard_at, place=place, size=size)
@@ -168,16 +168,16 @@ def _shards_by_library(gm: GraphModule, wait: Node, shards: list[Node], ctx: Pas
     if len(shards) < 2:
         return False
     num_pieces, spec = argument(shards[0], "num_pieces"), ReduceSpec.parse(argument(shards[0], "reduce"))
-    numels = [math.prod(argument(node, "shard_size")) for node in shards]
+    numels = [math.prod(argument(node, "reduced_size")) for node in shards]
     # The op is used only if it gives the same bits as generated code, which rounds a sum of narrow numbers once, and
     # adds many parts in another order.
     as_generated = num_pieces <= MOST_ADDED and value(wait).dtype.itemsize >= 4
     if num_pieces == 1 or spec.codec or not as_generated or not _fills(wait, shards, numels, num_pieces):
         return False
-    rank = ctx.groups[argument(shards[0], "group_id")].rank if num_pieces > 2 else 0
+    rank = ctx.place_of_addends(spec_of(shards[0]), num_pieces)
 
     def unpack(node: Node) -> Unpack:
-        size, dtype = argument(node, "shard_size"), argument(node, "dtype")
+        size, dtype = argument(node, "reduced_size"), argument(node, "dtype")
         return lambda piece: collectives.unpack_reduce(piece.view(-1), 0, size, dtype, spec)
 
     # Views of the sum would save one copy per gradient, but need a quarter more memory on a model of 67 M parameters.

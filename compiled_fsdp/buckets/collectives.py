@@ -13,6 +13,7 @@ rank then receives one addend for its shard from every rank, and sums or average
 
 With replicas (HSDP) a bucket is reduced twice: a reduce-scatter over the ranks that shard the parameters, then an
 all-reduce of the result over the replicas. If there is one shard only (``replicate``), there is the all-reduce alone.
+With a working copy in each node (``ReduceSpec.within``) both reductions are reduce-scatters: in the node, then across.
 Casts are part of packing and unpacking.
 
 With a codec (``codec.py``) a bucket consists of bytes: packing encodes, unpacking decodes, offsets count bytes, and a
@@ -46,7 +47,7 @@ from compiled_fsdp.buckets.effects import add_accumulated, encode_with_feedback
 from compiled_fsdp.buckets.kernels.layout import inner_of, places
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import LIBRARY, SINGLE, TORCH, TRITON, BucketSpec, Kind, ReadSpec, shard_size
-from compiled_fsdp.buckets.transport import GroupNames, off_wire, on_wire
+from compiled_fsdp.buckets.transport import TRANSPORTS, GroupNames, off_wire, on_wire
 
 ours = torch.ops.compiled_fsdp
 
@@ -172,13 +173,13 @@ def by_rank(grad: Tensor, numel: int, world: int, dim: int = 0) -> Tensor:
 
 
 def by_parts(grad: Tensor, world: int, ranks: int, dim: int) -> Tensor:
-    """A full gradient, padded, in the order in which ``ranks`` neighbours out of ``world`` ranks reduce it first.
+    """A full gradient as ``[world, *shard]``: its padded shards, if ``ranks`` neighbours out of ``world`` reduce first.
 
     Their rank i gets the shards of ranks i, ranks + i, ... for a second reduction: 0, 2, 1, 3 if 2 of 4 ranks reduce.
     """
     shard = shard_size(grad.shape, world, dim)[dim]
     grad = grad if dim > 0 else pad_rows(grad, world * shard)
-    return grad.unflatten(dim, (world // ranks, ranks, shard)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+    return grad.unflatten(dim, (world // ranks, ranks, shard)).movedim((dim + 1, dim), (0, 1)).flatten(0, 1)
 
 
 def pack_grads(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Tensor]) -> list[Tensor]:
@@ -269,11 +270,6 @@ def add_pieces(bucket: Tensor, num_pieces: int, rank: int, spec: ReduceSpec) -> 
     return add_in_ring_order(bucket.view(num_pieces, -1), rank, average=spec.divide is None)
 
 
-def _is_encoded(bucket: Tensor, spec: ReduceSpec) -> bool:
-    """Whether the addends are still encoded. A bucket that was all-reduced over replicas was decoded before that."""
-    return bool(spec.codec) and bucket.dtype is torch.uint8
-
-
 def _decoded(bucket: Tensor, numels: Sequence[int], num_pieces: int, rank: int, spec: ReduceSpec) -> Tensor:
     """Decode and add up the addends of shards of ``numels`` elements; returns one tensor of the spec's dtype."""
     dtype, average, sums = getattr(torch, spec.dtype), spec.divide is None, []
@@ -282,17 +278,20 @@ def _decoded(bucket: Tensor, numels: Sequence[int], num_pieces: int, rank: int, 
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
-def pack_for_replicas(bucket: Tensor, spec: BucketSpec, param_ids: Sequence[Tensor], rank: int) -> Tensor:
-    """Pack a bucket for the all-reduce over the replicas, after the wait for its reduction over the shards."""
-    reduction = spec.reduction
+def pack_again(bucket: Tensor, spec: BucketSpec, param_ids: Sequence[Tensor], rank: int) -> Tensor:
+    """Pack a bucket for its second reduction, after the wait for the first one."""
+    reduction, parts = spec.reduction, spec.world if spec.reduction.within else 1
+    numels = tuple([parts * numel for numel in spec.numels])
     if spec.codec:
-        piece = _decoded(bucket, spec.numels, spec.pieces, rank, reduction)
+        piece = _decoded(bucket, numels, spec.pieces, rank, reduction)
     else:
         piece = add_pieces(off_wire(bucket, getattr(torch, reduction.dtype)), spec.pieces, rank, reduction)
     if reduction.adds_accumulated:
         piece = piece.clone() if spec.pieces == 1 and not spec.codec else piece  # do not write to ``bucket``
-        add_accumulated(piece, param_ids, spec.numels, True)
-    return piece
+        add_accumulated(piece, param_ids, numels, True)
+    if parts == 1 or len(numels) == 1:
+        return piece
+    return _cat([part.view(parts, -1) for part in piece.split(numels)], 1, spec).reshape(-1)
 
 
 def unpack_reduce(
@@ -308,7 +307,7 @@ def unpack_reduce(
         rank: this rank's number in the group, which decides the order of the addends.
     """
     numel = math.prod(size)
-    if _is_encoded(bucket, spec):
+    if spec.codec and bucket.dtype is torch.uint8:  # else decoded before the second reduction
         average, codec = spec.divide is None, spec.codec
         piece = ours.decode_sum.default(bucket, offset, numel, num_pieces, rank, average, codec, torch.float32)
     elif num_pieces > 1:
@@ -316,7 +315,7 @@ def unpack_reduce(
         piece = add_in_ring_order(pieces.narrow(1, offset, numel), rank, average=spec.divide is None)
     else:
         piece = off_wire(bucket, getattr(torch, spec.dtype)).narrow(0, offset, numel)
-    if spec.after != 1 and spec.sync is not GradSync.SHARDS_ONLY:  # else divided after the all-reduce over replicas
+    if spec.after != 1 and spec.sync is not GradSync.SHARDS_ONLY:  # else divided after the second reduction
         piece = piece / spec.after
     return piece.to(dtype).view(size)
 
@@ -339,7 +338,7 @@ def launch(
     """Start the collective of a bucket.
 
     Args:
-        tensors: padded shards to gather, full gradients to reduce, or one reduced bucket to all-reduce over replicas.
+        tensors: padded shards to gather, full gradients to reduce, or one reduced bucket to reduce again.
         param_ids: ids of the gradients' parameters, by which their pending gradients and residuals are found.
         spec: how the tensors are sent.
         groups: the process groups that send them.
@@ -348,8 +347,8 @@ def launch(
     """
     if spec.kind.supplies:
         sent = pack_shards(tensors, spec)
-    elif spec.transport == "all_reduce_shards":
-        sent = [pack_for_replicas(tensors[0], spec, param_ids, groups.rank)]
+    elif TRANSPORTS[spec.transport].is_second:
+        sent = [pack_again(tensors[0], spec, param_ids, groups.rank)]
     else:
         sent = pack_grads(tensors, spec, param_ids)
     return transport.launch(sent, spec, groups)
@@ -374,22 +373,22 @@ def reduce_grad(
     grad: Tensor, param_ids: Sequence[Tensor], spec: ReadSpec, dtype: torch.dtype, groups: GroupNames,
     wait: Wait = transport.wait, announce: Callable[[str], object] = str,
 ) -> Tensor:  # fmt: skip
-    """Reduce one full gradient over all ranks that have the parameter; returns the padded shard's, of ``dtype``.
+    """Reduce one full gradient as its spec says; returns this rank's part, of ``dtype`` (``ReadSpec.reduced_size``).
 
-    ``announce`` is called with "reduce" before the first launch, and with "all_reduce" before a launch over replicas.
+    ``announce`` is called before each launch, with "reduce" or "all_reduce".
     """
     reduction = spec.reduction
-    over_replicas = groups.replicate is not None and reduction.sync is GradSync.ALL
-    by = transport.reduces_by("reduce_scatter", spec.world, codec=reduction.codec, over_replicas=over_replicas)
+    again = groups.replicate is not None and reduction.sync is GradSync.ALL
+    by = transport.reduces_by("reduce_scatter", spec.world, codec=reduction.codec, over_replicas=again)
     bucket = _bucket_of_one(spec, by)
     announce("all_reduce" if by == "all_reduce" else "reduce")
     (reduced,) = launch([grad], param_ids, bucket, groups)
     reduced, pieces = wait(reduced), spec.world if reduction.codec else 1
-    if over_replicas and by != "all_reduce":
-        announce("all_reduce")
-        (reduced,) = launch([reduced], param_ids, replace(bucket, transport="all_reduce_shards", pieces=pieces), groups)
+    if again and by != "all_reduce":
+        announce("reduce" if reduction.within else "all_reduce")
+        (reduced,) = launch([reduced], param_ids, transport.reduced_again(bucket, spec.parts, pieces), groups)
         reduced, pieces = wait(reduced), 1
-    return unpack_reduce(reduced, 0, spec.shard_size, dtype, reduction, pieces, groups.rank if pieces > 1 else 0)
+    return unpack_reduce(reduced, 0, spec.reduced_size, dtype, reduction, pieces, groups.rank if pieces > 1 else 0)
 
 
 def _bucket_of_one(spec: ReadSpec, by: str) -> BucketSpec:

@@ -85,11 +85,13 @@ class Sending(NamedTuple):
         received: 1 for a reduction by all-to-all, which receives as many bytes as it sends; 0 for another reduction,
             which receives one shard.
         kernels: whether compiled_fsdp's kernels pack and unpack flat buckets.
+        parts: over how many parts of the ranks a reduced gradient is scattered by a second reduction; 1: there is none.
     """
 
     world: int
     received: float
     kernels: bool
+    parts: int = 1
 
 
 PARTS = ("unsharded", "bucket", "sharded")
@@ -165,7 +167,10 @@ def _of_reduction(
         total += sum([size.gap for size in sizes])
     yield "bucket", at, landed, max(by.received, 1 / by.world) * total
     decoded = sum([size.decoded for size in sizes])
-    yield "sharded", landed + 1, end, (decoded or total) / by.world + sum([size.wider_shard for size in sizes])
+    shards = (decoded or total) / by.world / by.parts
+    yield "sharded", landed + 1, end, shards + sum([size.wider_shard for size in sizes])
+    if by.parts > 1:  # what the second reduction sends and, by all-to-all, receives
+        yield "bucket", landed + 1, min(landed + 1, end), (1 + by.received) * total / by.world
     # with one rank the shard is as large as the gradient, and may be cast while the next collective is in flight
     cast_from = landed if by.world == 1 else landed + 1
     yield "sharded", cast_from, min(landed + 1, end), sum([size.cast_shard for size in sizes])

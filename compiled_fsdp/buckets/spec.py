@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from compiled_fsdp.base.text_form import TextForm
-from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 
 SINGLE, FLAT, COALESCED = "single", "flat", "coalesced"
 """Forms of a bucket: one tensor as it is; several copied into one flat tensor; several in one call, without copies."""
@@ -99,11 +99,21 @@ class ReadSpec(TextForm):
 
     @property
     def reduced_within(self) -> ReadSpec:
-        """The facts to reduce a gradient within a part of the ranks (``ReduceSpec.within``), in ``by_parts`` order."""
+        """The facts to reduce what ``by_parts`` returns in a part of the ranks first (``ReduceSpec.within``)."""
         assert self.reduction.within is not None
         world, group_id = self.reduction.within
-        padded = tuple(self.world * n if i == self.dim else n for i, n in enumerate(self.shard_size))
-        return replace(self, size=padded, world=world, group_id=group_id)
+        return replace(self, size=(self.world, *self.shard_size), world=world, group_id=group_id, dim=0)
+
+    @property
+    def reduced_size(self) -> list[int]:
+        """The shape of a reduced gradient: the padded shard's; with ``reduced_within`` and SHARDS_ONLY several shards'."""
+        return self.shard_size if self.parts == 1 else self.shard_size[1:]
+
+    @property
+    def parts(self) -> int:
+        """With ``reduced_within``: over how many parts of the ranks the sum is reduced again; else 1."""
+        reduction = self.reduction
+        return 1 if reduction.within is None or reduction.sync is not GradSync.ALL else self.shard_size[0]
 
 
 @dataclass(frozen=True)
@@ -139,7 +149,7 @@ class BucketSpec(TextForm):
     copier: str = TORCH
     # The device on which parameters are gathered, if their shards lie elsewhere (offloaded).
     device: torch.device | None = None
-    # For an all-reduce over replicas: how many equal addends the bucket consists of, one from each rank that shards.
+    # For a second reduction: how many equal addends the bucket consists of, one from each rank of the first.
     pieces: int = 1
     # For a bucket at an edge of a fragment: whether it may be in flight before the fragment's graph, and whether a
     # collective is in flight after the graph: the next graph's first gather, or this reduction.

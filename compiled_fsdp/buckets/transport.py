@@ -10,14 +10,14 @@ entries in ``TRANSPORTS``, ``LAUNCHES`` and ``KINDS``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compiled_fsdp.buckets.spec import BucketSpec, Kind
+from compiled_fsdp.buckets.spec import FLAT, BucketSpec, Kind
 from compiled_fsdp.compat import symm_mem
 
 _NAMESPACE = "_c10d_functional"
@@ -36,7 +36,7 @@ ALL_REDUCE_COALESCED = _c10d.all_reduce_coalesced.default
 GATHERS = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, symm_mem.ALL_GATHER)
 ALL_REDUCES = (ALL_REDUCE, ALL_REDUCE_COALESCED)
 LAUNCHES = (*GATHERS, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL, symm_mem.REDUCE_SCATTER, *ALL_REDUCES)
-"""The ops that launch a bucket. An all-reduce may also be the second half of one (``all_reduce_shards``)."""
+"""The ops that launch a bucket, or its second reduction (``Transport.is_second``)."""
 GROUPED = (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED, ALL_REDUCE_COALESCED)
 """The ops that send several tensors in one call; each returned tensor has its own wait."""
 
@@ -76,10 +76,12 @@ class GroupNames:
     all_gather: str
     # The group that reduces: the same group, or a separate one (``set_separate_reduce_scatter_group``).
     reduce_scatter: str
-    # The replicas' group; None without replicas.
+    # The group that reduces gradients again: the replicas', or with a working copy the ranks at the same place in other
+    # parts (``ReduceSpec.within``). None: there is none.
     replicate: str | None = None
-    # This rank's number in the group that gathers.
+    # This rank's number in the group that gathers, and in the group that reduces again.
     rank: int = 0
+    rank_in_second: int = 0
 
     @classmethod
     def one(cls: type[Names], name: str) -> Names:
@@ -197,6 +199,7 @@ class Transport(NamedTuple):
         leaves_pieces: whether each rank receives one addend for its shard from every rank, and adds them up itself
             after the wait.
         copy_engines: whether the GPUs' copy engines move the bytes, so that ``Hardware.copy_engines`` has its costs.
+        is_second: whether it reduces a bucket again, which the ranks that shard the parameters have reduced.
     """
 
     launch: Callable[[Sequence[Tensor], BucketSpec, str], list[Tensor]]
@@ -204,6 +207,7 @@ class Transport(NamedTuple):
     curve: str
     leaves_pieces: bool = False
     copy_engines: bool = False
+    is_second: bool = False
 
 
 def _all_gather(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Tensor]:
@@ -250,7 +254,10 @@ TRANSPORTS = {
     # sums or averages ``[n]`` over the replicas, if there is one shard only
     "all_reduce": Transport(_all_reduce, "replicate", "all_reduce"),
     # the same for ``[n]`` that was reduced over the ranks that shard before
-    "all_reduce_shards": Transport(_all_reduce, "replicate", "all_reduce"),
+    "all_reduce_shards": Transport(_all_reduce, "replicate", "all_reduce", is_second=True),
+    # as "reduce_scatter" and "all_to_all", for what a part of the ranks has reduced before
+    "reduce_scatter_parts": Transport(_reduce_scatter, "replicate", "reduce", is_second=True),
+    "all_to_all_parts": Transport(_all_to_all, "replicate", "alltoall", leaves_pieces=True, is_second=True),
     "symm_mem_all_gather": Transport(_gather_by_copies, "all_gather", "gather", copy_engines=True),
     "symm_mem_reduce_scatter": Transport(_reduce_by_copies, "reduce_scatter", "reduce", copy_engines=True),
 }
@@ -271,6 +278,39 @@ def reduces_by(asked: str, world: int, *, codec: str = "", over_replicas: bool) 
     if world == 1 and over_replicas:
         return "all_reduce"
     return "all_to_all" if codec else asked
+
+
+def reduces_again_by(first: str, *, in_parts: bool) -> str:
+    """The transport of a bucket's second reduction.
+
+    Args:
+        first: the transport of its first reduction.
+        in_parts: whether a part of the ranks has reduced it; else all that shard it, and replicas are left.
+    """
+    if not in_parts:
+        return "all_reduce_shards"
+    return "all_to_all_parts" if first == "all_to_all" else "reduce_scatter_parts"
+
+
+def reduced_again(first: BucketSpec, parts: int, pieces: int) -> BucketSpec:
+    """The spec of a bucket's second reduction, over the replicas or over ``parts`` parts of the ranks.
+
+    Args:
+        first: the spec of the first reduction.
+        parts: 1 for replicas.
+        pieces: as how many addends the first reduction leaves the bucket.
+    """
+    in_parts = first.reduction.within is not None
+    return replace(
+        first,
+        form=FLAT,
+        transport=reduces_again_by(first.transport, in_parts=in_parts),
+        world=parts if in_parts else first.world,
+        numels=tuple([numel // parts for numel in first.numels]),
+        dims=(),
+        reads=(),
+        pieces=pieces,
+    )
 
 
 def launch(sent: Sequence[Tensor], spec: BucketSpec, groups: GroupNames) -> list[Tensor]:

@@ -142,7 +142,7 @@ def groups_of(group: ShardGroup, hardware: Hardware) -> Groups:
     if group.replicas > 1:
         replicates = local_nodes(hardware, group.replicate_ranks)
     names = group.group_names
-    return Groups(names.all_gather, names.reduce_scatter, names.replicate, names.rank, gathers, replicates)
+    return Groups(**vars(names), nodes=gathers, replicate_nodes=replicates)
 
 
 def place_of_group(group: Any, hardware: Hardware) -> GroupPlace:

@@ -247,7 +247,6 @@ def _apply_sync(unit: Unit) -> None:
                     "encoded gradients are not reduced in two parts. Use a WirePolicy without reduce for its unit, or "
                     "leave set_requires_all_reduce at True."
                 )
-            parameter.group.across_parts(unit.accumulation.within)
         make_accumulation_gates(unit.parameters)
         unit.apply_texts()
 

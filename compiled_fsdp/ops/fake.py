@@ -26,8 +26,8 @@ def unshard(shard: Tensor, gate: Any, *others: Any) -> Tensor:
 
 
 def reduced(source: Tensor, _: Any, spec_text: str, dtype: torch.dtype, *others: Any) -> Tensor:
-    """The reduced gradient of the padded shard, of ``dtype``, from the full gradient or from a bucket."""
-    return source.new_empty(ReadSpec.parse(spec_text).shard_size, dtype=dtype)
+    """This rank's part of the reduced gradient, of ``dtype``, from the full gradient or from a bucket."""
+    return source.new_empty(ReadSpec.parse(spec_text).reduced_size, dtype=dtype)
 
 
 def follow_reduce(grad: Tensor, param_id: Any, dtype: torch.dtype, reduce: str) -> Tensor:
@@ -64,8 +64,8 @@ def launch(tensors: Any, param_ids: Any, spec_text: str) -> list[Tensor]:
     """The received bucket: one flat tensor, or one for each of ``tensors`` if the bucket is coalesced.
 
     It has the dtype that is sent, bytes with a codec. A gather receives the shards of all ranks. A reduction receives
-    one shard, or with an all-to-all each rank's part of the sum for that shard. An all-reduce of shards over the
-    replicas receives one shard, decoded. A reduction that ends outside of the graph returns a zero, ``[]``.
+    one shard, or with an all-to-all each rank's part of the sum for that shard. A second reduction receives one shard,
+    decoded, or these parts. A reduction that ends outside of the graph returns a zero, ``[]``.
     """
     spec = BucketSpec.parse(spec_text)
     like = tensors[0]

@@ -165,7 +165,7 @@ def _unpack_gather(bucket: Tensor, offset: int, spec_text: str) -> Tensor:
 def _unpack_reduce(bucket: Tensor, offset: int, spec_text: str, dtype: torch.dtype, num_pieces: int = 1) -> Tensor:
     spec = ReadSpec.parse(spec_text)
     rank = 0  # the order matters only for more than two addends, and then the lowered graph adds them
-    shard = collectives.unpack_reduce(bucket, offset, spec.shard_size, dtype, spec.reduction, num_pieces, rank)
+    shard = collectives.unpack_reduce(bucket, offset, spec.reduced_size, dtype, spec.reduction, num_pieces, rank)
     return clone_if_aliased(shard, bucket)
 
 

@@ -274,12 +274,14 @@ class GraphReport:
                 ranks = group[1] if group and bucket.group_id == group[0] else first.world
                 traffic.launched("gather", len(bucket.reads), bucket.bytes, ranks)
             else:
+                ranks = 1
                 if bucket.transport != "all_reduce":
                     ranks = first.reduces_within[0] if first.reduces_within else first.world
                     traffic.launched("reduce", len(bucket.reads), bucket.bytes, ranks)
                 if first.reduce_spec.sync is GradSync.ALL:
-                    size = sum(reads[index].reduced_bytes for index in bucket.reads)
-                    traffic.launched("all_reduce", len(bucket.reads), size // first.world, first.replicas)
+                    size = sum(reads[index].reduced_bytes for index in bucket.reads) // ranks
+                    again = "reduce" if first.reduces_within else "all_reduce"
+                    traffic.launched(again, len(bucket.reads), size, first.reduces_again_over)
 
     def count(self, kind: str) -> int:
         """The number of collectives of ``kind`` ("gather" or "reduce") in the graph."""
@@ -343,13 +345,13 @@ def launches_of(gm: GraphModule) -> tuple[GraphLaunch, ...]:
 def _bucket_behind(launch: Node) -> int | None:
     """The number of a launch's bucket; None for one of the model's own collectives.
 
-    An all-reduce over replicas belongs to the bucket whose reduce-scatter it continues.
+    A second reduction belongs to the bucket that it reduces again.
     """
     if launch.meta.get("bucket") is not None:
         return int(launch.meta["bucket"])
     if not launch.meta.get("of_bucket"):
         return None
-    # go back from an all-reduce over replicas to the first launch, through the wait and the additions of an all-to-all
+    # go back from a second reduction to the first launch, through the wait and the additions of an all-to-all
     todo = list(launch.all_input_nodes)
     for node in todo:
         if node.meta.get("bucket") is not None:

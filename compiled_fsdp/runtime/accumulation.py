@@ -87,7 +87,7 @@ def add_accumulated(
         elif not partial and grads.unsharded_accumulated_grad is not None:
             full, world, dim = grads.unsharded_accumulated_grad, len(bucket), parameter.dim
             if world != parameter.world:
-                full = collectives.by_parts(full, parameter.world, world, dim)
+                full, dim = collectives.by_parts(full, parameter.world, world, dim), 0
             by_rank = collectives.by_rank(full, numel, world, dim)
             part = bucket[:, offset : offset + numel]
             if parameter.reduce_dtype == parameter.dtypes.reduced:

@@ -19,6 +19,7 @@ from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.runtime.frozen_reads import FrozenReads
 from compiled_fsdp.runtime.reduce_scatter import FLAT_REDUCTION, PendingReduceScatter
+from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit
 
@@ -143,15 +144,15 @@ class BackwardState:
 
     def launch(
         self, pending: PendingReduceScatter, parameters: Sequence[ShardedParameter], grads: Sequence[Tensor],
-        how: BucketSpec | AgreedBucket = FLAT_REDUCTION,
+        how: BucketSpec | AgreedBucket = FLAT_REDUCTION, group: ShardGroup | None = None,
     ) -> None:  # fmt: skip
-        """Launch a bucket of the graph that began last."""
+        """Launch a bucket of the graph that began last; arguments are those of ``PendingReduceScatter.launch``."""
         self.advance()
-        pending.launch(parameters, grads, self.graph, how)
+        pending.launch(parameters, grads, self.graph, how, group)
         self.buckets.append(pending)
 
     def advance(self) -> None:
-        """Launch the replicas' all-reduce of every bucket whose reduce-scatter is in flight."""
+        """Launch the second reduction of every bucket whose first one is in flight."""
         for pending in self.buckets:
             pending.advance()
 

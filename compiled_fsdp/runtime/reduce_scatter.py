@@ -16,7 +16,7 @@ from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.codec import sent_nbytes
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind, shard_size
-from compiled_fsdp.buckets.transport import TRANSPORTS, reduces_by
+from compiled_fsdp.buckets.transport import TRANSPORTS, reduced_again, reduces_by
 from compiled_fsdp.compat.autograd import outside_of_autocast
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.runtime.in_flight import announce
@@ -40,7 +40,8 @@ class PendingReduceScatter:
         self._parameters: list[ShardedParameter] = []
         # For each parameter: the shape of its reduced gradient.
         self._sizes: list[list[int]] = []
-        # This rank's number in the group that reduces.
+        # The ranks that reduce, and this rank's number in the group from which the addends come.
+        self._group: ShardGroup | None = None
         self._rank = 0
         # One flat bucket, or a tensor for each gradient.
         self._buckets: list[Tensor] = []
@@ -48,11 +49,12 @@ class PendingReduceScatter:
         self._places: list[tuple[int, int]] = []
         # How many pieces of each gradient this rank has to add up: one per rank after an all-to-all, else 1.
         self._pieces = 1
-        self._replicas_to_come = False
-        # How the bucket was packed. Triton kernels leave gaps, which the replicas' all-reduce sends with the gradients.
+        # The spec of the first reduction, if a second one is to come.
+        self._first: BucketSpec | None = None
+        # How the bucket was packed. Triton kernels leave gaps, which a second reduction sends with the gradients.
         self._copier = TORCH
-        # During how many further graphs the bucket is in flight: one, or two with replicas, because their all-reduce
-        # begins when the reduce-scatter is waited for.
+        # During how many further graphs the bucket is in flight: one, or two with a second reduction, which begins when
+        # the first one is waited for.
         self._graphs_beside = 1
         self._done = False
 
@@ -69,31 +71,33 @@ class PendingReduceScatter:
 
         Args:
             parameters: their parameters.
-            grads: the gradients. If a part of the ranks has reduced them already, the parts of them that are left.
+            grads: the gradients. With ``group`` as ``by_parts`` returns them, or what a part of the ranks has left.
             graph: the number of the graph that they come from.
             how: the transport, the form and the copier. If the form is coalesced, nothing else may write to the
                 gradients' memory.
-            group: the ranks that reduce; None: all that shard the parameters, or those in ``ReduceSpec.within``.
+            group: the ranks that reduce; None: all that shard the parameters, or first those in ``ReduceSpec.within``.
         """
         self._parameters, self.graph, self._copier = list(parameters), graph, how.copier
         self.spec = self.spec.of(*(grad.dtype for grad in grads))
-        group = group or parameters[0].group
-        if self.spec.within is not None:
+        in_parts = group is not None or self.spec.within is not None
+        if group is None and self.spec.within is not None:
             ranks = self.spec.within[0]
             grads = [collectives.by_parts(g, p.world, ranks, p.dim) for g, p in zip(grads, parameters, strict=True)]
-            group, self.spec = group.part_of(ranks), replace(self.spec, within=None)
-        self._sizes = [shard_size(g.shape, group.size, p.dim) for g, p in zip(grads, parameters, strict=True)]
+            group = parameters[0].group.part_of(ranks)
+        self._group = group = group or parameters[0].group
+        dims = [0 if in_parts else p.dim for p in parameters]
+        self._sizes = [shard_size(g.shape, group.size, dim) for g, dim in zip(grads, dims, strict=True)]
         self._rank = group.rank
-        over_replicas = group.replicas > 1 and self.spec.sync is GradSync.ALL
-        by = reduces_by(how.transport, group.size, codec=self.spec.codec, over_replicas=over_replicas)
+        again = group.replicas > 1 and self.spec.sync is GradSync.ALL
+        by = reduces_by(how.transport, group.size, codec=self.spec.codec, over_replicas=again)
         bucket = BucketSpec(
-            Kind.REDUCE, how.form, by, group.size, self._numels(), group.group_id, tuple([p.dim for p in parameters]),
+            Kind.REDUCE, how.form, by, group.size, self._numels(), group.group_id, tuple(dims),
             reduce=str(self.spec), codec=self.spec.codec, copier=self._copier,
         )  # fmt: skip
         leaves_pieces = TRANSPORTS[bucket.transport].leaves_pieces
         self._pieces = group.size if leaves_pieces else 1
-        self._replicas_to_come = over_replicas and by != "all_reduce"
-        self._graphs_beside = 2 if self._replicas_to_come else 1
+        self._first = bucket if again and by != "all_reduce" else None
+        self._graphs_beside = 1 if self._first is None else 2
         one_by_one = bucket.coalesced and (grads[0].device.type == "cpu" or leaves_pieces)
         calls = [[parameter] for parameter in self._parameters] if one_by_one else [self._parameters]
         nbytes = [
@@ -105,9 +109,11 @@ class PendingReduceScatter:
             announce("all_reduce", calls, sizes, group.replicas)
         else:
             announce("reduce", calls, sizes, group.size)
-        assert not (bucket.coalesced and self._replicas_to_come)
+        assert not bucket.coalesced or self._first is None
         self._buckets = collectives.launch(grads, self._id_tensors(), bucket, group.group_names)
         self._places = _places(bucket)
+        if in_parts and self.spec.sync is GradSync.ALL:
+            self._sizes = [list(p.shard.shape) for p in parameters]
         if self.spec.adds_accumulated:  # the bucket has the pending gradients; the op does not clear fake tensors
             for parameter in parameters:
                 parameter.grads.unsharded_accumulated_grad = None
@@ -115,34 +121,37 @@ class PendingReduceScatter:
     def launch_all_reduce(self, parameters: Sequence[ShardedParameter]) -> None:
         """Start the replicas' all-reduce of pending gradients that are reduced over the shards."""
         self._parameters, self.graph = list(parameters), 0
-        self._sizes, self._rank = [list(p.shard.shape) for p in parameters], parameters[0].group.rank
+        self._sizes, self._group = [list(p.shard.shape) for p in parameters], parameters[0].group
         waiting = [p.grads.partial_reduce_output for p in parameters]
         self.spec = self.spec.of(*(partial.dtype for partial in waiting if partial is not None))
         dtype, device = getattr(torch, self.spec.dtype), parameters[0].device
-        self._all_reduce(torch.zeros(sum(self._numels()), dtype=dtype, device=device))
+        first = BucketSpec(
+            Kind.REDUCE, FLAT, "reduce_scatter", self._group.size, self._numels(), self._group.group_id,
+            reduce=str(self.spec),
+        )  # fmt: skip
+        self._reduce_again(torch.zeros(sum(first.numels), dtype=dtype, device=device), first)
 
     def advance(self) -> None:
-        """Wait for the reduce-scatter and launch the replicas' all-reduce, if there is one still to be launched."""
-        if self._replicas_to_come:
+        """Wait for the first reduction and launch the second one, if there is one still to be launched."""
+        if self._first is not None:
             (bucket,) = self._buckets
-            self._all_reduce(failures.wait(bucket))
+            self._reduce_again(failures.wait(bucket), self._first)
 
     @outside_of_autocast
-    def _all_reduce(self, bucket: Tensor) -> None:
-        group, numels = self._parameters[0].group, self._numels()
-        encoded = bucket.dtype is torch.uint8 and bool(self.spec.codec)  # pending gradients are decoded already
-        spec = BucketSpec(
-            Kind.REDUCE, FLAT, "all_reduce_shards", group.size, numels, group.group_id, reduce=str(self.spec),
-            codec=self.spec.codec if encoded else "", pieces=self._pieces, copier=self._copier,
-        )  # fmt: skip
-        size = sum(numels) * getattr(torch, self.spec.dtype).itemsize
-        announce("all_reduce", [self._parameters], [size], group.replicas)
+    def _reduce_again(self, bucket: Tensor, first: BucketSpec) -> None:
+        group, in_parts = self._group, self.spec.within is not None
+        assert group is not None
+        spec = reduced_again(first, group.replicas if in_parts else 1, self._pieces)
+        size = sum(first.numels) * getattr(torch, self.spec.dtype).itemsize
+        announce("reduce" if in_parts else "all_reduce", [self._parameters], [size], group.replicas)
         self._buckets = collectives.launch([bucket], self._id_tensors(), spec, group.group_names)
         if self.spec.adds_accumulated:  # as in ``launch``
             for parameter in self._parameters:
                 parameter.grads.partial_reduce_output = None
         self._places = _places(replace(spec, codec=""))
-        self._replicas_to_come, self._pieces = False, 1
+        leaves_pieces = TRANSPORTS[spec.transport].leaves_pieces
+        self._pieces = spec.world if leaves_pieces else 1
+        self._first, self._rank = None, group.group_names.rank_in_second
 
     def _numels(self) -> tuple[int, ...]:
         return tuple(map(math.prod, self._sizes))

@@ -90,16 +90,17 @@ class GradReducer:
         backward = self._running()
         if (node := running_node()) is not backward.node:
             backward.begin_graph(node)
-        parameters = parameters_of(param_ids)
+        parameters, spec = parameters_of(param_ids), bucket.reduction
         if grads[0].device.type != "cpu" and (bucket.coalesced or len(grads) == 1):
             # a gradient that is neither packed nor padded is the graph's memory, which GPU code may reuse while the
             # collective reads it
             grads = [
-                grad.clone() if grad.numel() == parameter.world * numel else grad
-                for grad, parameter, numel in zip(grads, parameters, bucket.numels, strict=True)
+                grad.clone() if grad.numel() == bucket.world * numel else grad
+                for grad, numel in zip(grads, bucket.numels, strict=True)
             ]
-        pending = PendingReduceScatter(bucket.reduction)
-        backward.launch(pending, parameters, grads, bucket)
+        pending = PendingReduceScatter(spec)
+        part = None if spec.within is None else parameters[0].group.part_of(spec.within[0])
+        backward.launch(pending, parameters, grads, bucket, part)
         for index, parameter in enumerate(parameters):
             backward.defer(parameter, pending, parameters[:index].count(parameter))
         return grads[0].new_zeros((), dtype=bucket.dtype)
@@ -118,7 +119,7 @@ class GradReducer:
         self.pass_frozen()
         backward = self._running()
         dtype = parameter.gate_dtype if spec.sync is GradSync.ALL else parameter.reduce_dtype
-        shape = parameter.shard.shape if spec.within is None else parameter.partial_shape
+        shape = parameter.shard.shape if spec.sync is GradSync.ALL else parameter.partial_shape
         zero = grad.new_zeros((), dtype=dtype).expand(tuple(shape))
         follows, pending = self.follower.backwards.reduce(parameter, grad, spec)
         if pending is not None:

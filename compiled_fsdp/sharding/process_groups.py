@@ -71,7 +71,8 @@ class ShardGroup:
     def group_names(self) -> GroupNames:
         """The names in the form that functional collectives take."""
         replicate = self.replicate_name if self.replicas > 1 else None
-        return GroupNames(self.name, self.reduce_scatter_name, replicate, self.rank)
+        replica = 0 if self.replicate_group is None else self.replicate_group.rank()
+        return GroupNames(self.name, self.reduce_scatter_name, replicate, self.rank, replica)
 
     @property
     def rank(self) -> int:
@@ -127,7 +128,10 @@ class ShardGroup:
         return self.size * self.replicas
 
     def part_of(self, ranks: int) -> ShardGroup:
-        """The group of ``ranks`` neighbours among the shards, with this rank; the first call is a collective call."""
+        """The group of ``ranks`` neighbours among the shards, with this rank; the first call is a collective call.
+
+        Once ``across_parts(ranks)`` was called, that group takes the place of its replicas'.
+        """
         assert self.process_group is not None
         return subgroup_of(self.process_group, ranks)
 
@@ -137,7 +141,12 @@ class ShardGroup:
         For example, with 4 shards and ``ranks=2`` it is the group of ranks 0 and 2, or of ranks 1 and 3.
         """
         assert self.process_group is not None
-        return subgroup_of(self.process_group, self.size // ranks, step=ranks)
+        part, across = self.part_of(ranks), subgroup_of(self.process_group, self.size // ranks, step=ranks)
+        if part.replicate_group is None:
+            shape = self.size // ranks, ranks
+            both = ShardGroup(part.process_group, across.process_group, shape, tuple(self.gather_ranks))
+            _subgroups[self.process_group][ranks, 1] = both
+        return across
 
     def with_separate_reduce_scatter(self, separate: bool) -> ShardGroup:
         """Return these groups with a separate group for reductions, or without: a collective call the first time."""

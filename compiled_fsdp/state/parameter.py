@@ -253,16 +253,16 @@ class ShardedParameter:
 
     @property
     def partial_shape(self) -> tuple[int, ...]:
-        """The shape of a gradient that is reduced by ``grads.within`` ranks: their parts of it are this large."""
-        parts = self.world // self.grads.within if self.grads.within else 1
-        return tuple(parts * n if i == self.dim else n for i, n in enumerate(self.shard.shape))
+        """The shape of a gradient that is reduced by ``grads.within`` ranks: several shards; by all ranks: one shard."""
+        shard = tuple(self.shard.shape)
+        return (self.world // self.grads.within, *shard) if self.grads.within else shard
 
     @property
     def ranks_of_partial(self) -> int:
         """How many neighbouring ranks have reduced the gradient that is pending for the others; all: the replicas."""
         partial = self.grads.partial_reduce_output
         assert partial is not None
-        return self.world * self.shard.shape[self.dim] // partial.shape[self.dim]
+        return self.world if partial.dim() == self.shard.dim() else self.world // partial.shape[0]
 
     @property
     def gate_dtype(self) -> torch.dtype:

@@ -418,7 +418,7 @@ class Unit:
         if policy.defer_to_finalize or not policy.requires_gradient_sync:
             accumulation.sync = GradSync.NONE
         else:
-            accumulation.sync = GradSync.ALL if self.reduces and not within else GradSync.SHARDS_ONLY
+            accumulation.sync = GradSync.ALL if self.reduces else GradSync.SHARDS_ONLY
         begins = changes or (accumulation.sync is not GradSync.ALL and not accumulation.enabled)
         if begins:
             accumulation.enabled = True
@@ -491,9 +491,11 @@ class Unit:
                 (sync, True): str(replace(spec, sync=sync, adds_accumulated=True)) for sync in GradSync
             }
             if ranks := self.accumulation.within:
+                parameter.group.across_parts(ranks)
                 within = ranks, parameter.group.part_of(ranks).group_id
-                text = str(replace(spec, sync=GradSync.SHARDS_ONLY, adds_accumulated=True, within=within))
-                parameter.grads.text_by_sync[GradSync.SHARDS_ONLY, True] = text
+                for sync in (GradSync.SHARDS_ONLY, GradSync.ALL):
+                    text = str(replace(spec, sync=sync, adds_accumulated=True, within=within))
+                    parameter.grads.text_by_sync[sync, True] = text
             parameter.grads.within = ranks
         self.apply_texts()
 

@@ -38,6 +38,8 @@ class CommChannel:
     by_copies: bool = False
     # Bytes that this rank sends inside its node, and to other nodes, for each byte of full tensors.
     sent: tuple[float, float] = (0.0, 0.0)
+    # Over how many parts of the ranks its reduced gradients are scattered again (``ReduceSpec.within``); 1: not again.
+    parts: int = 1
 
     def seconds(self, size: float, tensors: int = 1) -> float:
         """Seconds of a collective of ``size`` bytes of full tensors."""

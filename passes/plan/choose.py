@@ -41,7 +41,7 @@ class PlanRules:
     is_fragment: bool = False
     # Whether the first gather of a forward may be launched before its graph is called (``TrainStep``).
     gathers_ahead: bool = False
-    # Whether reduced gradients are then all-reduced over replicas (HSDP).
+    # Whether gradients are reduced twice: the second time over replicas (HSDP), or over other nodes.
     replicates: bool = False
     # Whether the graph itself publishes gradients (compiled autograd). Hooks may use a gradient up as soon as it is
     # published.

@@ -103,6 +103,13 @@ class Read:
         return self.reduce_spec.within if self.trainable and not self.piece else None
 
     @property
+    def reduces_again_over(self) -> int:
+        """How many ranks reduce its gradient again: the replicas, or the parts of ranks that reduced it first; or 1."""
+        if self.reduce_spec.sync is not GradSync.ALL:
+            return 1
+        return self.world // self.reduces_within[0] if self.reduces_within else self.replicas
+
+    @property
     def is_reduced(self) -> bool:
         """Whether ranks reduce its gradient together. The gradient of a piece is reduced with its parameter's."""
         return self.trainable and not self.piece and self.reduce_spec.sync is not GradSync.NONE

@@ -281,7 +281,7 @@ class Tasks(PlainData):
         """The bytes that a bucket holds in memory, and for which segments (see ``buckets/layout.py``)."""
         members = self.members_of(launch)
         channel = self.channels[members[0].channel]
-        by = Sending(channel.world, channel.received_share, self.kernels)
+        by = Sending(channel.world, channel.received_share, self.kernels, channel.parts)
         return footprint(launch.kind, launch.form, members, launch.at, launch.wait, self.end, by)
 
     # ---- costs -------------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from compiled_fsdp import WirePolicy, compiled_autograd, count_communication, explain, fully_shard
+from compiled_fsdp import MixedPrecisionPolicy, WirePolicy, compiled_autograd, count_communication, explain, fully_shard
 from tests.harness import compiled, distributed
 from tests.harness.cases import variants
 
@@ -254,3 +255,31 @@ def test_encoded_gradients_are_not_reduced_in_two_parts(rank, world_size):
     model.set_reshard_after_backward(2)
     with pytest.raises(NotImplementedError, match=r"gradients of '0.weight' are encoded"):
         model.set_requires_all_reduce(False)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("kind", ["columns", "float16"])
+def test_the_last_backward_reduces_between_nodes_in_its_graph(rank, world_size, kind):
+    """Compute hides it there. Gradients have the bits of uncompiled code, also in other dimensions and dtypes."""
+
+    def built():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)} if kind == "float16" else {}
+        if kind == "columns":
+            options["shard_placement_fn"] = lambda param: Shard(param.ndim - 1)
+        for layer in model:
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
+
+    models = [built(), built()]
+    for model, call in zip(models, [compiled(models[0], bucket="module"), models[1]], strict=True):
+        for micro in range(3):
+            model.set_reshard_after_backward(True if micro == 2 else 2)
+            model.set_requires_all_reduce(micro == 2)
+            loss_of(call, micro).backward()
+    assert_equal(*([param.grad.to_local() for param in model.parameters()] for model in models))
+    *_, backward = (graph for graph in explain(models[0]).graphs if graph.phase == "backward")
+    reductions = [n for n, each in enumerate(backward.collectives) if each.bucket.kind == "reduce"]
+    launched = [launch.collective for launch in backward.launches if launch.collective in reductions]
+    assert sorted(launched) == sorted(2 * reductions)

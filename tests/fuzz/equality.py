@@ -25,6 +25,7 @@ def is_exact(program: Program) -> bool:
         program.mode in ("inductor", "dynamic")
         or program.compiles_update  # bias corrections are float32
         or any(step.forwards > 1 for step in program.steps)  # each forward's gradients are reduced, then added
+        or any(step.sync == "node" for step in program.steps)  # FSDP2 reduces over all ranks in each microbatch
         or len(set(program.calls)) < len(program.calls)
         or any(
             layer.kind in ("twice", "tied", "cell", "disabled", "softmax", "recomputed")

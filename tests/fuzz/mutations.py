@@ -18,11 +18,12 @@ from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compat import region_calls
 from compiled_fsdp.compiler import compilation, equal_layers
 from compiled_fsdp.frontend import optimizer_hooks
+from compiled_fsdp.ops import impl
 from compiled_fsdp.optim import compiled, local, norm
 from compiled_fsdp.passes import recompute, reshard
 from compiled_fsdp.ranks.agreement import Agreement, Follows
 from compiled_fsdp.ranks.question import Signature
-from compiled_fsdp.runtime import prefetcher, reducer
+from compiled_fsdp.runtime import accumulation, prefetcher, reducer
 from compiled_fsdp.state.unit import Unit
 from compiled_fsdp.training import train_step
 from tests.fuzz import execute
@@ -275,6 +276,17 @@ def _keeps_copies() -> AbstractContextManager[Any]:
     return mock.patch.object(optimizer_hooks, "retaining_units", return_value=[])
 
 
+def _forgets_pending_parts() -> AbstractContextManager[Any]:
+    """A second reduction leaves out the gradients that are pending for it."""
+    add = accumulation.add_accumulated
+
+    def add_full_gradients(parameters: Any, bucket: torch.Tensor, numels: Any, partial: bool) -> None:
+        if not partial:
+            add(parameters, bucket, numels, partial)
+
+    return mock.patch.object(impl, "add_accumulated", add_full_gradients)
+
+
 MUTATIONS: dict[str, Mutation] = {
     "a wrong divisor": _sums,
     "a lost hook": _loses_hooks,
@@ -298,6 +310,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a gradient of another layer": _gives_gradients_away,
     "a constant of another layer": _takes_other_layers_for_equal,
     "a stale working copy": _keeps_copies,
+    "a pending part forgotten": _forgets_pending_parts,
     "a compiled update twice": _updates_twice_when_compiled,
     "a gradient not clipped": _does_not_clip_all,
 }

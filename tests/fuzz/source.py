@@ -284,8 +284,11 @@ def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: 
         lines.add(f"for micro in range({step.microbatches}):")
         lines.depth += 1
         if step.sync != "each":
-            name = "set_requires_all_reduce" if step.sync == "shards" else "set_requires_gradient_sync"
-            lines.add_sharded(f"model.{name}(micro == {step.microbatches - 1})")
+            name = "set_requires_gradient_sync" if step.sync == "last" else "set_requires_all_reduce"
+            last = f"micro == {step.microbatches - 1}"
+            if step.sync == "node":
+                lines.add_sharded(f"model.set_reshard_after_backward(True if {last} else 2)")
+            lines.add_sharded(f"model.{name}({last})")
         first = f"{1000 * number} + 100 * micro"
     lines.add(_losses(program, step, first, sizes))
     if step.forwards > 1:

@@ -115,7 +115,7 @@ class Ranks:
     def _crossing(self, node: Node, tensors: list[list[Tensor]]) -> list[Any]:
         """A launch at an edge of the graph, of each rank's ``tensors``."""
         spec = spec_of(node)
-        groups = self.region.meshes[spec.group_id].groups
+        groups = self.region.groups[spec.group_id]
         if spec.kind.supplies:
             sent = [[shard.to(spec.dtype).flatten() for shard in of] for of in tensors]
             buckets = sent if spec.coalesced else [[torch.cat(of)] for of in sent]
@@ -145,10 +145,11 @@ class Ranks:
     def _check_link(self, node: Node, kind: str, group: str) -> None:
         """What a bucket has of parameters is communicated in their mesh's group, and in no other of as many ranks."""
         for read in node.meta.get("reads", ()):
-            groups = self.region.params[read].mesh.groups
+            param = self.region.params[read]
+            groups = param.reduces_in
             over_replicas = groups.all_gather == "" and kind == "sum"
             reduces = groups.replicate if over_replicas else groups.reduce_scatter
-            assert group == (groups.all_gather if kind == "gather" else reduces), (node, group)
+            assert group == (param.mesh.groups.all_gather if kind == "gather" else reduces), (node, group)
 
     def _landed(self, node: Node, flight: Any) -> Tensor:
         assert isinstance(flight, Flight), f"{node} waits for no launch"
@@ -166,13 +167,15 @@ class Ranks:
 
     def _reduce(self, read: int, grads: list[Tensor]) -> list[Tensor]:
         p = self.region.params[read]
-        numel, groups, dtype = math.prod(p.shard_size), p.mesh.groups, getattr(torch, p.spec.dtype)
-        sent = [by_rank(grad.to(dtype), numel, p.mesh.shards, p.dim).flatten() / p.spec.before for grad in grads]
+        spec, groups, dtype = p.reduction_spec, p.reduces_in, getattr(torch, p.spec.dtype)
+        numel = math.prod(spec.shard_size)
+        sent = [by_rank(grad.to(dtype), numel, spec.world, spec.dim).flatten() / p.spec.before for grad in grads]
         found = _collective("reduce", sent, self.region.members(groups.reduce_scatter), p.spec.op)
         whole = p.spec.sync is GradSync.ALL
         if groups.replicate is not None and whole:
-            found = _collective("sum", found, self.region.members(groups.replicate), p.spec.op)
-        return [(of / p.spec.after if whole else of).to(p.shard_dtype).view(p.shard_size) for of in found]
+            kind = "sum" if p.spec.within is None else "reduce"
+            found = _collective(kind, found, self.region.members(groups.replicate), p.spec.op)
+        return [(of / p.spec.after if whole else of).to(p.shard_dtype).view(spec.reduced_size) for of in found]
 
 
 def _collective(kind: str, sent: list[Tensor], members: list[list[int]], op: str) -> list[Tensor]:

@@ -42,6 +42,17 @@ class Mesh:
     replicas: int = 1
     # Whether reductions run in a group of their own.
     reduces_apart: bool = False
+    # How many neighbours may reduce gradients first, as with a working copy in each node; 0: none.
+    within: int = 0
+
+    @property
+    def number_of_parts(self) -> int:
+        """The number of the groups that reduce first and then."""
+        return 10 + self.number
+
+    @property
+    def groups_of_parts(self) -> Groups:
+        return Groups(f"part {self.number}", f"part {self.number}", f"across {self.number}")
 
     @property
     def groups(self) -> Groups:
@@ -56,6 +67,10 @@ class Mesh:
         ranks = range(self.shards * self.replicas)
         if name in (self.groups.all_gather, self.groups.reduce_scatter):
             return [list(ranks[i : i + self.shards]) for i in ranks[:: self.shards]]
+        if name == self.groups_of_parts.all_gather:
+            return [list(ranks[i : i + self.within]) for i in ranks[:: self.within]]
+        if name == self.groups_of_parts.replicate:
+            return [list(ranks[i :: self.within]) for i in range(self.within)]
         return [list(ranks[i :: self.shards]) for i in range(self.shards)] if name == self.groups.replicate else None
 
 
@@ -79,6 +94,15 @@ class MeshParam(Param):
     @property
     def read_spec(self) -> ReadSpec:
         return replace(super().read_spec, world=self.mesh.shards, group_id=self.mesh.number, dim=self.dim)
+
+    @property
+    def reduction_spec(self) -> ReadSpec:
+        return self.read_spec if self.spec.within is None else self.read_spec.reduced_within
+
+    @property
+    def reduces_in(self) -> Groups:
+        """The groups that reduce its gradients first and then."""
+        return self.mesh.groups if self.spec.within is None else self.mesh.groups_of_parts
 
     def read(self, index: int) -> Read:
         return replace(
@@ -114,16 +138,22 @@ class Region:
     def meshes(self) -> dict[int, Mesh]:
         return {param.mesh.number: param.mesh for param in self.params}
 
+    @property
+    def groups(self) -> dict[int, Groups]:
+        meshes = self.meshes.values()
+        parts = {mesh.number_of_parts: mesh.groups_of_parts for mesh in meshes if mesh.within}
+        return {mesh.number: mesh.groups for mesh in meshes} | parts
+
     def context(self, phase: str, **options: Any) -> PassContext:
-        groups = {number: mesh.groups for number, mesh in self.meshes.items()}
         reads = {i: param.read(i) for i, param in enumerate(self.params)}
         return PassContext(
             phase,
             reads,
-            groups,
+            self.groups,
             place_of_group=lambda name: GroupPlace(name, len(self.members(name)[0])),
             **with_rules(
-                options | {"replicates": any(mesh.replicas > 1 and mesh.shards > 1 for mesh in self.meshes.values())}
+                {"replicates": any(m.within or (m.replicas > 1 and m.shards > 1) for m in self.meshes.values())}
+                | options
             ),
         )
 
@@ -193,8 +223,25 @@ class _Writer:
 
     def reduce(self, i: int, grad: Node) -> Node:
         p = self.region.params[i]
-        args = grad, self.ids[i], str(p.read_spec), p.shard_dtype, i
-        return self._with_value(self.graph.call_function(ops.reduce_grad.default, args), p.shard_size, p.shard_dtype)
+        spec = p.reduction_spec
+        if p.spec.within is not None:
+            grad = self.by_parts(grad, p)
+        node = self.graph.call_function(ops.reduce_grad.default, (grad, self.ids[i], str(spec), p.shard_dtype, i))
+        return self._with_value(node, spec.reduced_size, p.shard_dtype)
+
+    def by_parts(self, grad: Node, p: MeshParam) -> Node:
+        """As ``collectives.by_parts`` has it."""
+        (*before, rows), *after = p.size[: p.dim + 1], *p.size[p.dim + 1 :]
+        ranks, world = p.mesh.within, p.mesh.shards
+        shard = -(-rows // world)
+        grad = self.call(aten.clone.default, grad, memory_format=torch.contiguous_format)
+        if shard * world > rows:
+            grad = self.call(aten.constant_pad_nd.default, grad, [0, 0] * len(after) + [0, shard * world - rows])
+        parts = self.call(aten.view.default, grad, [*before, world // ranks, ranks, shard, *after])
+        rest = [n for n in range(len(p.size) + 2) if n not in (p.dim, p.dim + 1)]
+        moved = self.call(aten.permute.default, parts, [p.dim + 1, p.dim, *rest])
+        moved = self.call(aten.clone.default, moved, memory_format=torch.contiguous_format)
+        return self.call(aten.view.default, moved, [world, *before, shard, *after])
 
     def gradient(self, i: int, value: Node, kind: str) -> Node:
         """Of ones place by place, transposed, expanded, or a view of a larger tensor."""
@@ -294,16 +341,22 @@ MESHES: dict[int, list[tuple[int, int]]] = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1,
 
 
 @st.composite
-def regions(draw: Any, *, publishes: bool = False) -> Region:
-    ranks = draw(st.sampled_from([2, 2, 3, 4, 4]))
-    if draw(st.integers(0, 19)) == 0:
+def regions(draw: Any, *, publishes: bool = False, in_parts: bool = False) -> Region:
+    """``in_parts``: all gradients are reduced by a part of the ranks first."""
+    ranks = draw(st.sampled_from([4, 8] if in_parts else [2, 2, 3, 4, 4]))
+    if in_parts:
+        MESH = [(ranks, 1)]
+    elif draw(st.integers(0, 19)) == 0:
         ranks, MESH = 1, [(1, 1)]
     else:
         MESH = MESHES[ranks]
     first, *others = (
-        Mesh(number, *draw(st.sampled_from(MESH)), draw(st.booleans()))
+        Mesh(
+            number, *draw(st.sampled_from(MESH)), draw(st.booleans()),
+            draw(st.sampled_from([2, ranks // 2])) if in_parts else 0,
+        )
         for number in range(draw(st.sampled_from([1, 1, 2])))
-    )
+    )  # fmt: skip
     meshes = [first, first, *others]
     blocks = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     positions = draw(st.permutations(range(len(blocks))))
@@ -316,7 +369,7 @@ def regions(draw: Any, *, publishes: bool = False) -> Region:
         if dim > 0:  # evenly
             size[dim] = mesh.shards * draw(st.integers(1, 2))
         dtype = draw(st.sampled_from([torch.float32] * 3 + [torch.bfloat16, torch.float64]))
-        spec = specs[mesh] if draw(st.booleans()) else ReduceSpec(str(dtype).removeprefix("torch."))
+        spec = specs[mesh] if in_parts or draw(st.booleans()) else ReduceSpec(str(dtype).removeprefix("torch."))
         lists = st.one_of(st.just(()), st.just(()), st.lists(st.sampled_from(blocks), max_size=2).map(tuple))
         stored = draw(st.sampled_from([None, None, torch.float32]))
         params.append(
@@ -328,19 +381,23 @@ def regions(draw: Any, *, publishes: bool = False) -> Region:
     param, value = st.integers(0, len(params) - 1), st.integers(0, 30)
     kinds = st.sampled_from(["places", "places", "transposed", "expanded", "view"])
     own = st.sampled_from(["sum", "sum", "gather", "gathers", "scatter", "exchange"])
+    reduce = st.tuples(st.just("reduce"), param, value, kinds)
     step = st.one_of(
         st.tuples(st.just("compute"), value, value),
         st.tuples(st.just("read"), param, value),
         st.tuples(st.just("alone"), param, st.booleans()),
         st.tuples(st.just("own"), own, st.sampled_from([-1, 0, 1]), value),
-        st.tuples(st.just("reduce"), param, value, kinds),
-        st.tuples(st.just("reduce"), param, value, kinds),
+        *[reduce] * (8 if in_parts else 2),
         st.tuples(st.just("retain"), param),
     )
-    return Region(ranks, tuple(params), tuple(draw(st.lists(step, min_size=1, max_size=14))), publishes)
+    steps = draw(st.lists(step, min_size=6 if in_parts else 1, max_size=14))
+    return Region(ranks, tuple(params), tuple(steps), publishes)
 
 
 def _specs(mesh: Mesh) -> st.SearchStrategy[ReduceSpec]:
     divisors = st.sampled_from([None, None, (1.0, 3.0), (2.0, 2.0)])
-    syncs = st.sampled_from([GradSync.ALL] * 3 + [GradSync.SHARDS_ONLY] * (mesh.replicas > 1 and mesh.shards > 1))
-    return st.builds(ReduceSpec, st.sampled_from(["float32", "float32", "bfloat16", "float64"]), divisors, syncs)
+    twice = bool(mesh.within) or (mesh.replicas > 1 and mesh.shards > 1)
+    syncs = st.sampled_from([GradSync.ALL] * 3 + [GradSync.SHARDS_ONLY] * twice)
+    within = st.just((mesh.within, mesh.number_of_parts) if mesh.within else None)
+    dtypes = st.sampled_from(["float32", "float32", "bfloat16", "float64"])
+    return st.builds(ReduceSpec, dtypes, divisors, syncs, within=within)

@@ -129,9 +129,9 @@ def _read_of(node: Any) -> int | None:
 
 
 def _check_launches(after: Ranks, gm: GraphModule, ctx: PassContext) -> None:
-    """The plan's launches in its order, over their links, and each reduction's all-reduce over the replicas."""
+    """The plan's launches in its order, over their links, and the second reduction of each that has one."""
     assert ctx.planned is not None
-    wanted, sums = [], 0
+    wanted, seconds = [], 0
     for bucket in ctx.planned.plan.launches:
         groups = ctx.groups[bucket.group_id]
         # on the CPU a grouped bucket is one collective for each tensor
@@ -139,11 +139,11 @@ def _check_launches(after: Ranks, gm: GraphModule, ctx: PassContext) -> None:
         link = groups.all_gather if bucket.kind == "gather" else groups.reduce_scatter
         wanted += [(bucket.kind, link)] * (0 if bucket.transport == "all_reduce" else count)
         whole = all(ctx.reads[read].reduce_spec.sync.value == "all" for read in bucket.reads)
-        sums += count * (bucket.kind == "reduce" and groups.replicate is not None and whole)
-    assert [launch for launch in after.launches if launch[0] != "sum"] == wanted
-    deferred = {read for read in after.deferred if ctx.reads[read].replicas > 1}
-    if not deferred:
-        assert sum(kind == "sum" for kind, _ in after.launches) == sums
+        seconds += count * (bucket.kind == "reduce" and groups.replicate is not None and whole)
+    again = {groups.replicate for groups in ctx.groups.values()}
+    assert [launch for launch in after.launches if launch[1] not in again] == wanted
+    if all(ctx.reads[read].reduces_again_over == 1 for read in after.deferred):
+        assert sum(group in again for _, group in after.launches) == seconds
     assert len(calls(gm, ALL_REDUCE)) >= 0
 
 
@@ -182,6 +182,47 @@ PHASES = st.sampled_from(["backward", "backward", "forward", "inference"])
 @given(regions(), options(), PHASES)
 def test_any_region(region, asked, phase):
     Case(region, asked, phase).check()
+
+
+@cases(40)
+@given(regions(in_parts=True), options(), st.booleans())
+def test_a_part_of_the_ranks_reduces_first(region, asked, is_fragment):
+    Case(region, asked).check(is_fragment=is_fragment)
+
+
+@pytest.mark.parametrize("copies", [{}, {"library_copies": True}])
+@pytest.mark.parametrize("form", ["flat", "coalesced"])
+@pytest.mark.parametrize("by", ["reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize(
+    "mesh", [Mesh(0, 8, within=2), Mesh(0, 8, within=4), Mesh(0, 4, replicas=2)], ids=["2 of 8", "4 of 8", "replicas"]
+)
+def test_a_bucket_is_reduced_twice(mesh, by, form, copies):
+    """Several gradients, padded or of another dimension, are packed again. Forms are as with budgets of any size."""
+    within = (mesh.within, mesh.number_of_parts) if mesh.within else None
+    spec = ReduceSpec("float32", (1.0, 3.0), within=within)
+    sizes = ((16, 3), 0), ((2, 8), 1), ((24,), 0), ((5,), 0)
+    params = tuple(MeshParam(size, 0, i, mesh=mesh, dim=dim, spec=spec) for i, (size, dim) in enumerate(sizes))
+    region = Region(8, params, (("compute", 0, 0), *(("reduce", i, 1, "places") for i in range(4))))
+    hardware = hardware_of((1e-3, 1e-7, 1e9, 1e9 if form == "flat" else 1e3, 0.0))  # copies that are quick or slow
+    asked = {"bucket": 1e-3, "hardware": hardware, "may_use_all_to_all": by == "all_to_all", **copies}
+    found = Case(region, asked).check(replicates=form == "flat")
+    assert found.planned is not None
+    (bucket,) = found.planned.plan.launches
+    assert (bucket.reads, bucket.form, bucket.transport or "reduce_scatter") == ((0, 1, 2, 3), form, by)
+    in_parts = region.context("backward", **asked, replicates=form == "flat", is_fragment=True)
+    left = calls(run_passes(GRAPH_PASSES, region.graph(), in_parts), torch.ops.compiled_fsdp.launch.default)
+    assert len(left) == (form == "flat")  # the runtime reduces one tensor for the second time
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_gradients_that_are_divided_before_the_sum_are_copied(divided):
+    """As with float16: the peak counts the copies, also of a bucket that would be sent without."""
+    mesh, spec = Mesh(0, 2), ReduceSpec("float32", (2.0, 2.0) if divided else (1.0, 3.0))
+    params = tuple(MeshParam((size,), 0, i, mesh=mesh, spec=spec) for i, size in enumerate((400, 800)))
+    region = Region(2, params, (("compute", 0, 0), ("reduce", 0, 1, "places"), ("reduce", 1, 1, "places")))
+    found = Case(region, {"bucket": "parameter", "hardware": hardware_of((1e-3, 1e-7, 1e9, 1e3, 0.0))}).check()
+    assert found.planned is not None
+    assert [task.size.copied for task in found.planned.tasks.reductions] == [divided] * 2
 
 
 @cases(40)

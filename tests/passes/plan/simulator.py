@@ -234,7 +234,9 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
             else:
                 alive.append((task.first, end, task.size.sent + task.size.wider))
             alive.append((launch.at, end, received if channel.received_share == 1 else received // world))
-            alive.append((end + 1, tasks.end, received // world + task.size.wider_shard))
+            alive.append((end + 1, tasks.end, received // world // channel.parts + task.size.wider_shard))
+            if channel.parts > 1:  # a second reduction is sent, and received by pieces
+                alive.append((end + 1, end + 1, (1 + int(channel.received_share)) * received // world))
             alive.append((end if world == 1 else end + 1, end + 1, task.size.cast_shard))
     return [
         tasks.persistent + segment.bytes + sum(size for first, last, size in alive if first <= index <= last)
