@@ -55,6 +55,7 @@ def channel_of(
         by_copies=transport.copy_engines and replicas == 1,
         sent=sent,
         parts=replicas if in_parts else 1,
+        group_id=group_id,
     )
 
 

@@ -40,6 +40,8 @@ class CommChannel:
     sent: tuple[float, float] = (0.0, 0.0)
     # Over how many parts of the ranks its reduced gradients are scattered again (``ReduceSpec.within``); 1: not again.
     parts: int = 1
+    # The number of its process groups (``PassContext.groups``).
+    group_id: int = 0
 
     def seconds(self, size: float, tensors: int = 1) -> float:
         """Seconds of a collective of ``size`` bytes of full tensors."""

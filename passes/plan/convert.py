@@ -40,7 +40,7 @@ def plan_of(tasks: Tasks, schedule: Schedule) -> GraphPlan:
             Bucket(
                 kind=launch.kind,
                 reads=tuple(task.read for task in members),
-                group_id=channel.stream if channel.stream >= 0 else -1 - channel.stream,
+                group_id=channel.group_id,
                 bytes=sum(task.size.sent for task in members),
                 form=launch.form,
                 transport=channel.transport,

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from compiled_fsdp import MixedPrecisionPolicy, WirePolicy, compiled_autograd, count_communication, explain, fully_shard
 from tests.harness import compiled, distributed
 from tests.harness.cases import variants
+from tests.harness.symm_mem import symm_mem_from_now_on
 
 OTHER_CODE = ("checkpoint", "break", "eager", "compiled autograd")
 
@@ -144,14 +145,20 @@ def test_writes_and_other_calls_while_there_is_a_copy(rank, world_size):
 
 @distributed(world_size=4)
 @pytest.mark.parametrize(
-    "middle", variants(["checkpoint", "break", "eager", "compiled autograd", "kept"], "checkpoint")
+    "middle", variants(["checkpoint", "break", "eager", "compiled autograd", "kept", "copy engines"], "checkpoint")
 )
 def test_a_copy_in_other_code(rank, world_size, middle):
-    """The same bits as without a copy; uncompiled code has none, and gathers over all ranks."""
-    found, sent = [], []
+    """The same bits as without a copy; uncompiled code has none, and gathers over all ranks.
+
+    Copy engines send all groups' collectives on one stream, also across a break.
+    """
+    found, sent, options = [], [], {}
+    if middle == "copy engines":
+        middle, options = "break", {"transport": "symm_mem"}
+        symm_mem_from_now_on()
     for copy in (2, True):
         model = sharded(middle, **({"reshard_after_forward": False} if middle == "kept" else {}))
-        call = model if middle == "eager" else compiled(model, bucket="module")
+        call = model if middle == "eager" else compiled(model, bucket="module", **options)
         how = compiled_autograd() if middle == "compiled autograd" else torch.enable_grad()
         with how:
             values, gathered = train(model, call, copies=(copy, copy, True), sync=(False, False, True))

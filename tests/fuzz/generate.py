@@ -273,7 +273,11 @@ class _Draw:
             return Step(kind, sizes)
         microbatches = pick((1, 1, 1, 2, 3, 3))
         each = () if program.in_backward else ("each",)
-        in_parts = {"HSDP": ("shards",), "replicate": ("shards",), "1-D": ("node",) * (program.world == 4)}
+        in_parts = {
+            "HSDP": ("shards",),
+            "replicate": ("shards",),
+            "1-D": ("node",) * (program.world == 4 and not program.in_backward),
+        }
         sync = pick(("last", "last", *each, *in_parts.get(program.mesh.split()[0], ())))
         fails = "" if microbatches > 1 else self.fails(program)
         forwards, again = 2 if self.chance(0.1) else 1, self.chance(0.1) and not program.in_backward

@@ -208,7 +208,7 @@ def test_broken_graphs_reduce_over_replicas_beside_the_next_graph(rank, world_si
 
         return mock.patch.object(PendingReduceScatter, method.__name__, call)
 
-    methods = {"reduce": "launch", "all_reduce": "_all_reduce", "wait": "wait"}
+    methods = {"reduce": "launch", "all_reduce": "_reduce_again", "wait": "wait"}
     with contextlib.ExitStack() as stack:
         for name, method in methods.items():
             stack.enter_context(noted(name, getattr(PendingReduceScatter, method)))
