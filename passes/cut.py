@@ -10,6 +10,7 @@ too small for the saved activations, some of them wait in host memory (``offload
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -264,21 +265,23 @@ class _Cuts:
             best = self.at(first, nothing).seconds, nothing
         except OverBudget:  # the graphs cut with these reads hold more than was assumed
             return []
-        for way in self._that_make_room(first):
-            try:
-                kept = choose_unsharded(*self.at(way, nothing).tasks, budget)
-                if kept and kept != best[1]:
+        for kept in self._may_be_kept(first):
+            if kept != best[1]:
+                with contextlib.suppress(OverBudget):
                     best = min(best, (self.at(self.least(kept), kept).seconds, kept), key=lambda found: found[0])
-            except OverBudget:
-                continue
         return sorted(best[1])
 
-    def _that_make_room(self, first: _Way) -> Iterator[_Way]:
-        """Ways to cut whose room kept parameters may have: the first that fits, and one that copies all it can hide."""
-        yield first
-        more = self.exact(first._replace(offloaded=HIDDEN), frozenset())
-        if more.offloaded > first.offloaded:
-            yield more
+    def _may_be_kept(self, first: _Way) -> Iterator[frozenset[int]]:
+        """Sets of reads to try: those that have room beside the first way that fits, or beside one that copies all that
+        compute hides; and everything, for which more may be copied or computed again.
+        """
+        nothing: frozenset[int] = frozenset()
+        budget = self.ctx.rules.budget
+        more = self.exact(first._replace(offloaded=HIDDEN), nothing)
+        for way in [first, more] if more.offloaded > first.offloaded else [first]:
+            with contextlib.suppress(OverBudget):
+                yield choose_unsharded(*self.at(way, nothing).tasks, budget)
+        yield frozenset(task.read for task in self.at(first, nothing).tasks[1].gathers)
 
     def for_backward(self, way: _Way, kept: frozenset[int] | None) -> ForBackward:
         """What this way leaves for backward, beside what torch's partitioner alone would."""
