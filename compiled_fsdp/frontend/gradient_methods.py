@@ -59,8 +59,8 @@ class GradientMethods:
         backward that reduces over the replicas, too.
 
         On a 1-D mesh it has no effect without a working copy. With ``set_reshard_after_backward(8)``, gradients are
-        reduced over 8 neighbouring ranks, each of which keeps an eighth of every sum. A backward of a forward with True
-        reduces these sums over the other ranks at its end.
+        reduced over 8 neighbouring ranks, each of which keeps an eighth of every sum. The backward of a forward with
+        True also reduces these sums over the other ranks.
 
         Raises:
             NotImplementedError: there is a working copy, and a ``WirePolicy`` encodes gradients.
