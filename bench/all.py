@@ -71,7 +71,7 @@ OF_BUDGETS = "compiled_fsdp,budget_80,budget_60,budget_45"
 MEASUREMENTS = (
     Measurement("host-time", "python -m bench.gpu --only host", 2, "--quick --codegen aot_eager", tables.host_time),
     Measurement(
-        "compile-time", "python -m bench.compile_time --layers 8", 3, "--layers 1 --repeats 1", tables.compile_time
+        "compile-time", "python -m bench.compile_time --layers 8 32", 11, "--layers 1 --repeats 1", tables.compile_time
     ),
     Measurement(
         "compile-time-cold",

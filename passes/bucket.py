@@ -183,7 +183,7 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
 
 
 def _reduce_again(gm: GraphModule, waits: list[Node], numbers: list[Node], spec: BucketSpec, form: str) -> list[Node]:
-    """Reduce the tensors that ``waits`` give for the second time; return the waits. ``form``: of the first reduction."""
+    """Reduce the tensors of ``waits`` for the second time; return the waits. ``form``: of the first reduction."""
     count, found = len(waits), []
     for share in [slice(i, i + 1) for i in range(count)] if form == COALESCED else [slice(count)]:
         its = replace(spec, numels=spec.numels[share])

@@ -235,6 +235,7 @@ def torchrun(command: str, folder: Path) -> str:
     return output_of("-m", "torch.distributed.run", *command.split(), folder=folder, COMPILED_FSDP_CACHE_DIR=cache)
 
 
+@pytest.mark.more
 def test_the_first_program(tmp_path):
     """docs/getting-started.md, by its command: it trains, and lists the compiled graphs. So it does on a mesh.
 

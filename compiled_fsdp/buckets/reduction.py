@@ -55,8 +55,8 @@ class ReduceSpec:
     error_feedback: bool = False
     # Whether a gradient of a dtype wider than ``dtype`` is communicated in its own dtype (``grad_dtype=None``).
     any_dtype: bool = False
-    # The number of neighbouring ranks that reduce it first, and the number of their group. With ALL the ranks at the same
-    # place in the other groups reduce it then. None: all ranks that shard it reduce it together.
+    # The number of neighbouring ranks that reduce it first, and the number of their group. With ALL, the ranks at the
+    # same place in the other groups reduce it then. None: all ranks that shard it reduce it together.
     within: tuple[int, int] | None = None
 
     def __str__(self) -> str:

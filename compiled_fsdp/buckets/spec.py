@@ -106,7 +106,7 @@ class ReadSpec(TextForm):
 
     @property
     def reduced_size(self) -> list[int]:
-        """The shape of a reduced gradient: the padded shard's; with ``reduced_within`` and SHARDS_ONLY several shards'."""
+        """The shape of a reduced gradient: the padded shard's; with ``reduced_within`` and SHARDS_ONLY several."""
         return self.shard_size if self.parts == 1 else self.shard_size[1:]
 
     @property

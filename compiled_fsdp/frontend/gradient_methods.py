@@ -115,6 +115,7 @@ class GradientMethods:
 
         Raises:
             ValueError: the number is no factor of the number of shards.
+            RuntimeError: gradients are pending that another number of ranks have reduced.
             NotImplementedError: a parameter has all-gather extensions, and a number is given.
         """
         units = units_of(self, recurse=recurse)
@@ -260,6 +261,13 @@ def _make_groups_of_parts(unit: Unit, ranks: int) -> None:
                 f"{parameter.world} for {parameter.name!r}, not {ranks}"
             )
         if 1 < ranks < parameter.world:
+            pending = parameter.grads.partial_reduce_output is not None and parameter.ranks_of_partial
+            if pending not in (False, ranks, parameter.world):
+                raise RuntimeError(
+                    f"set_reshard_after_backward: gradients are pending that {pending} ranks have reduced (of "
+                    f"{parameter.name!r}, for example), so the number has to be {pending}, not {ranks}. Change it "
+                    "after a backward under set_requires_all_reduce(True)."
+                )
             if parameter.wrapped:
                 raise NotImplementedError(
                     f"set_reshard_after_backward: parameter {parameter.name!r} has all-gather extensions, of whose "

@@ -253,7 +253,7 @@ class ShardedParameter:
 
     @property
     def partial_shape(self) -> tuple[int, ...]:
-        """The shape of a gradient that is reduced by ``grads.within`` ranks: several shards; by all ranks: one shard."""
+        """The shape of a gradient that ``grads.within`` ranks have reduced, several shards; or all ranks, one shard."""
         shard = tuple(self.shard.shape)
         return (self.world // self.grads.within, *shard) if self.grads.within else shard
 

@@ -290,3 +290,23 @@ def test_the_last_backward_reduces_between_nodes_in_its_graph(rank, world_size, 
     reductions = [n for n, each in enumerate(backward.collectives) if each.bucket.kind == "reduce"]
     launched = [launch.collective for launch in backward.launches if launch.collective in reductions]
     assert sorted(launched) == sorted(2 * reductions)
+
+
+@distributed(world_size=8)
+def test_another_number_while_gradients_are_pending(rank, world_size):
+    """Sums of two ranks cannot be added to sums of four; without a number they are reduced in the end."""
+    model, alone = sharded(), Layers()
+    model.set_reshard_after_backward(2)
+    model.set_requires_all_reduce(False)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"gradients are pending that 2 ranks have reduced .*'0.weight'.* not 4"):
+        model.set_reshard_after_backward(4)
+    loss_of(model, 1).backward()
+    model.set_reshard_after_backward(True)
+    model.set_requires_all_reduce(True)
+    loss_of(model, 2).backward()
+    sum(loss_of(alone, micro) for micro in range(3)).backward()
+    for param, plain in zip(model.parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(plain.grad)
+        torch.testing.assert_close(param.grad.full_tensor(), plain.grad / world_size)
+    model.set_reshard_after_backward(4)

@@ -69,6 +69,7 @@ def job(script: Path, cache: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.more
 def test_a_job_takes_the_code(script, tmp_path, monkeypatch):
     """From the first step on, in an empty cache folder, with the results of a job that compiles."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -462,6 +462,7 @@ def test_without_gradients():
     assert [name for name, _ in seen.graphs] == ["inference before", "inference"]
 
 
+@pytest.mark.more
 def test_inductor():
     """Torch's own passes run on the joint graph before compiled_fsdp's passes see it."""
     with one_rank("cpu"):
@@ -553,6 +554,7 @@ class Unused(Model):
         return self.head(self.norm(x)), torch.stack([loss > 0 for loss in losses])
 
 
+@pytest.mark.more
 def test_layers_that_cannot_be_put_back(caplog):
     """Torch would give a gradient of zeros to a result that gets none, so each layer is traced by itself."""
     with one_rank("cpu"), caplog.at_level(logging.DEBUG, "compiled_fsdp.compat.region_calls"):
@@ -561,7 +563,7 @@ def test_layers_that_cannot_be_put_back(caplog):
     assert "equal layers are traced one by one, because a layer has a result whose gradient nothing" in caplog.text
 
 
-@pytest.mark.parametrize("part", ["aot_dispatch_autograd_graph", "create_aot_state"])
+@pytest.mark.parametrize("part", variants(["aot_dispatch_autograd_graph", "create_aot_state"], "create_aot_state"))
 def test_errors_of_a_trace_with_calls(part, caplog):
     """Everything begins again with the graph without calls, whatever torch raises."""
     from torch._functorch import aot_autograd
@@ -587,7 +589,7 @@ def test_errors_of_a_trace_with_calls(part, caplog):
     assert all(map(torch.equal, expected, actual))
 
 
-@pytest.mark.parametrize("codegen", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("codegen", variants(["aot_eager", "inductor"], "aot_eager"))
 def test_errors_while_bodies_are_put_back(codegen):
     """The ranks decide on cached code once, although the graph is compiled twice."""
     take_cached, decisions = Compilation._take_cached, []

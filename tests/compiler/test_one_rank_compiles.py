@@ -175,6 +175,7 @@ def failures(rank: int, world_size: int, folder: str) -> None:
     assert run(rank).generated == (0 if rank else 2)
 
 
+@pytest.mark.more
 def test_the_rank_that_compiles_fails(monkeypatch, tmp_path):
     """The other one says who it was."""
     monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")

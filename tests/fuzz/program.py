@@ -74,8 +74,8 @@ class Step:
         before: a line of code that runs first: a toggle.
         microbatches: the number of backwards before the optimizer's step.
         sync: the microbatches that reduce: "last", "each", or (HSDP) "shards": each over the shards, and only the last
-            one over the replicas, too; or (four shards) "node": each over two ranks, which keep a working copy, and only
-            the last one over the others, too.
+            one over the replicas, too; or (four shards) "node": each over two ranks, which keep a working copy, and
+            only the last one over the others, too.
         forwards: the number of forwards before each backward. Their losses are added up.
         losses: the use of a second output: "" (the loss does not use it), "sum" (it is added to the loss), "two" (it
             has a backward of its own, after the first), "together" (both in one call of `torch.autograd.backward`).

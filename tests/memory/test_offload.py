@@ -4,6 +4,7 @@ import functools
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from compiled_fsdp import Options, compiled_autograd, explain, fully_shard
 from compiled_fsdp.passes import cut
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.passes.plan.unsharded_choice import choose_unsharded
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.reporting.report import GraphReport
 from tests.harness import assert_same, batch, compiled, distributed, loss_of, shard, train, variants
@@ -215,7 +217,11 @@ def test_copies_make_room_for_parameters_that_are_kept():
     peak = max(graph.simulation.peak for graph in graphs(None))
     budget = int(0.7 * peak)
     together = graphs(budget)
-    with mock.patch.object(cut._Cuts, "_that_make_room", lambda self, first: iter([first])):
+
+    def only_in_the_room_of(self: Any, first: Any) -> Any:
+        yield choose_unsharded(*self.at(first, frozenset()).tasks, self.ctx.rules.budget)
+
+    with mock.patch.object(cut._Cuts, "_may_be_kept", only_in_the_room_of):
         apart = graphs(budget)
     assert kept(together) > kept(apart)
     assert seconds(together) < seconds(apart)

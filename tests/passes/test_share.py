@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -285,6 +286,7 @@ def grads(*without: str) -> tuple[list[Tensor], Counter[str]]:
     return found, functions
 
 
+@pytest.mark.more
 def test_inductors_code_computes_the_same():
     """In forward and in backward, where Inductor may write over what forward has saved, but not inside of functions."""
     actual, functions = grads()
