@@ -15,6 +15,8 @@ from tests.harness.cases import variants
 from tests.harness.symm_mem import symm_mem_from_now_on
 
 OTHER_CODE = ("checkpoint", "break", "eager", "compiled autograd")
+# Inductor of torch 2.11 does not know collectives by copy engines
+KINDS_OF_CODE = (*OTHER_CODE, "kept", *(["copy engines"] if torch.__version__ >= "2.13" else []))
 
 
 class Layers(nn.Sequential):
@@ -144,9 +146,7 @@ def test_writes_and_other_calls_while_there_is_a_copy(rank, world_size):
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize(
-    "middle", variants(["checkpoint", "break", "eager", "compiled autograd", "kept", "copy engines"], "checkpoint")
-)
+@pytest.mark.parametrize("middle", variants(KINDS_OF_CODE, "checkpoint"))
 def test_a_copy_in_other_code(rank, world_size, middle):
     """The same bits as without a copy; uncompiled code has none, and gathers over all ranks.
 

@@ -281,8 +281,7 @@ def _forgets_pending_parts() -> AbstractContextManager[Any]:
     add = accumulation.add_accumulated
 
     def add_full_gradients(parameters: Any, bucket: torch.Tensor, numels: Any, partial: bool) -> None:
-        if not partial:
-            add(parameters, bucket, numels, partial)
+        add(parameters, torch.zeros_like(bucket) if partial else bucket, numels, partial)
 
     return mock.patch.object(impl, "add_accumulated", add_full_gradients)
 
