@@ -73,11 +73,7 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         else:
             members = [grads[read].popleft() for read in planned.reads]
             at_the_end = ctx.planned.schedule[number].wait == ctx.planned.end
-            read = ctx.reads[planned.reads[0]]
-            known = bool(read.reduces_within) or planned.group_id == read.group_id  # else only this graph knows it
-            known &= planned.form != COALESCED or not ctx.has_replicas(planned.group_id)  # reduced again as one tensor
-            deferred = ctx.rules.is_fragment and ctx.phase == "backward" and at_the_end and known
-            if deferred and _only_returned(members):
+            if at_the_end and _runtime_can_reduce(planned, ctx) and _only_returned(members):
                 launch = _defer_reduction(gm, planned, members)
             else:
                 launch = _reduce(gm, planned, members, ctx)
@@ -201,6 +197,16 @@ def _of_reductions(planned: Bucket, members: list[Node]) -> tuple[list[Node], Bu
         Kind.REDUCE, planned.form, by, first.world, numels, first.group_id, dims, planned.reads, reduce=first.reduce,
         codec=first.reduction.codec,
     )  # fmt: skip
+
+
+def _runtime_can_reduce(planned: Bucket, ctx: PassContext) -> bool:
+    """Whether a bucket of reductions may be deferred: left in flight for the runtime to wait for."""
+    if not ctx.rules.is_fragment or ctx.phase != "backward":
+        return False
+    read = ctx.reads[planned.reads[0]]
+    if planned.group_id != read.group_id and read.reduces_within is None:  # only this graph knows the group
+        return False
+    return planned.form != COALESCED or not ctx.has_replicas(planned.group_id)  # the second reduction takes one tensor
 
 
 def _only_returned(members: list[Node]) -> bool:

@@ -197,13 +197,14 @@ def test_a_part_of_the_ranks_reduces_first(region, asked, is_fragment):
     "mesh", [Mesh(0, 8, within=2), Mesh(0, 8, within=4), Mesh(0, 4, replicas=2)], ids=["2 of 8", "4 of 8", "replicas"]
 )
 def test_a_bucket_is_reduced_twice(mesh, by, form, copies):
-    """Several gradients, padded or of another dimension, are packed again. Forms are as with budgets of any size."""
+    """A bucket of several gradients, one of them padded and one sharded on its second dimension, flat or coalesced."""
     within = (mesh.within, mesh.number_of_parts) if mesh.within else None
     spec = ReduceSpec("float32", (1.0, 3.0), within=within)
     sizes = ((16, 3), 0), ((2, 8), 1), ((24,), 0), ((5,), 0)
     params = tuple(MeshParam(size, 0, i, mesh=mesh, dim=dim, spec=spec) for i, (size, dim) in enumerate(sizes))
     region = Region(8, params, (("compute", 0, 0), *(("reduce", i, 1, "places") for i in range(4))))
-    hardware = hardware_of((1e-3, 1e-7, 1e9, 1e9 if form == "flat" else 1e3, 0.0))  # copies that are quick or slow
+    # the planner chooses coalesced buckets if copies are slow
+    hardware = hardware_of((1e-3, 1e-7, 1e9, 1e9 if form == "flat" else 1e3, 0.0))
     asked = {"bucket": 1e-3, "hardware": hardware, "may_use_all_to_all": by == "all_to_all", **copies}
     found = Case(region, asked).check(replicates=form == "flat")
     assert found.planned is not None
@@ -211,7 +212,7 @@ def test_a_bucket_is_reduced_twice(mesh, by, form, copies):
     assert (bucket.reads, bucket.form, bucket.transport or "reduce_scatter") == ((0, 1, 2, 3), form, by)
     in_parts = region.context("backward", **asked, replicates=form == "flat", is_fragment=True)
     left = calls(run_passes(GRAPH_PASSES, region.graph(), in_parts), torch.ops.compiled_fsdp.launch.default)
-    assert len(left) == (form == "flat")  # the runtime reduces one tensor for the second time
+    assert len(left) == (form == "flat")  # in a fragment only a flat bucket is deferred: the runtime reduces one tensor
 
 
 @pytest.mark.parametrize("divided", [False, True])
