@@ -25,6 +25,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from compiled_fsdp.base.frames import frames_in_one_piece
 from compiled_fsdp.base.logs import speaks_for_all
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.base.progress import Stage, stage
@@ -156,6 +157,7 @@ class Compilation:
         if not self.region.reads:
             warn_if_unsharded()
 
+    @frames_in_one_piece
     def compile(self) -> Callable[..., Any]:
         """Return code once all ranks have code, because a rank that failed would leave the others in a collective."""
         _trace("compiled_fsdp_dynamo_graph", self.gm)
