@@ -192,6 +192,7 @@ class _Segments:
                 self.items.append([])
         self._place = {node.name: place for place, nodes in enumerate(self.items) for node in nodes}
         self._ends = {node.name for node in ends}
+        self._problem = functools.cache(self._problem_of)
 
     def place_of(self, name: str) -> int | None:
         """The segment of a node; None for nodes that no segment has, as full parameters."""
@@ -210,8 +211,7 @@ class _Segments:
         end = len(self.items) - 1
         starts = self._groups(most, price * per_byte)
         for first, after in zip(starts, [*starts[1:], None], strict=True):
-            nodes = list(itertools.chain(*self.items[first:after]))
-            items = self._problem(nodes)
+            nodes, items = self._problem(first, after)
             again, kept = cheapest(items, (price if first < end else price_at_end) * per_byte, per_byte)
             for i in again | kept:
                 policies[self._place[nodes[i].name]][nodes[i].name] = _AGAIN if i in again else _SAVED
@@ -238,14 +238,16 @@ class _Segments:
             groups.append(before[groups[-1]])
         return groups[::-1]
 
-    def _problem(self, nodes: Sequence[Node]) -> tuple[Item, ...]:
+    def _problem_of(self, first: int, after: int | None) -> tuple[list[Node], tuple[Item, ...]]:
+        """The nodes of the segments from ``first`` to ``after``, which is left out, and the cut's view of them."""
+        nodes = list(itertools.chain(*self.items[first:after]))
         number = {node: i for i, node in enumerate(nodes)}
         last = nodes[-1] if nodes[-1].name in self._ends else None
 
         def is_inside(user: Node) -> bool:
             return user in number or user.op == "output" or _is_size(user)
 
-        return tuple(
+        return nodes, tuple(
             Item(
                 tuple(number[source] for source in node.all_input_nodes if source in number),
                 _bytes_to_save(node),

@@ -187,6 +187,7 @@ def aot_compile(
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config as functorch_config
+    from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
     from torch.fx.graph import _BoxedCodeGen
 
     def compiler_of(phase: str) -> Callable[..., Any]:
@@ -194,13 +195,16 @@ def aot_compile(
             gm = rewrite(gm, phase)
             gm.graph.set_codegen(_BoxedCodeGen())  # inputs come in a list, which the code empties so that they can die
             gm.recompile()
+            _LazyGraphModule.force_recompile(gm)
             run_boxed = _watched(gm.forward, compiled(gm, None))
             run_boxed._boxed_call = True  # type: ignore[attr-defined]
             return run_boxed
 
         return compiler
 
-    with functorch_config.patch({**_AOT_CONFIG, "enable_autograd_cache": False}), retains_graphs():
+    settings = functorch_config.patch({**_AOT_CONFIG, "enable_autograd_cache": False})
+    # as with Inductor, only graphs that run get Python code
+    with settings, retains_graphs(), _use_lazy_graph_module(True):
         return aot_autograd(
             fw_compiler=compiler_of("forward"),
             bw_compiler=compiler_of("backward"),

@@ -204,6 +204,8 @@ def reorder(graph: torch.fx.Graph, order: list[torch.fx.Node]) -> None:
 
 def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Return a graph module with a graph of its own; the nodes' meta values and Dynamo's sources are shared."""
+    from torch.fx._lazy_graph_module import _make_graph_module  # without Python code, until it is called
+
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     output: Any = graph.graph_copy(gm.graph, copies, return_output_node=True)
@@ -213,7 +215,7 @@ def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
             copy._dynamo_source = original._dynamo_source  # type: ignore[attr-defined]
     copied = graph.output(value)
     copied.meta = dict(node.meta)
-    out = torch.fx.GraphModule(gm, graph)
+    out = _make_graph_module(gm, graph)
     out.meta = dict(gm.meta)
     return out
 

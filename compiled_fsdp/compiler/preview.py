@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from compiled_fsdp.base.frames import frames_in_one_piece
 from compiled_fsdp.base.progress import stage
 from compiled_fsdp.compat.compilers import aot_compile
 from compiled_fsdp.compat.nested_regions import inline_nested_regions
@@ -88,6 +89,7 @@ class _Preview(Compilation):
         assert self.pending is not None
         self.reports.append(self.pending)
 
+    @frames_in_one_piece
     def compile(self) -> Any:
         """Plan the graph. For a graph with reads, this always ends with ``_Planned``."""
         if any(isinstance(given, torch.Tensor) and given.is_meta for given in self.inputs):

@@ -93,7 +93,10 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
                 resumed = max(state.compute + packing, free) + unpacking
                 compute = resumed + ahead
                 rivals = fronts[end]
-                if not any(rival.compute <= compute and rival.channel_free <= free for rival in rivals):
+                for rival in rivals:
+                    if rival.compute <= compute and rival.channel_free <= free:
+                        break
+                else:
                     rivals[:] = [rival for rival in rivals if rival.compute < compute or rival.channel_free < free]
                     rivals.append(_BucketState(free, compute, state.stall, state, placed, resumed))
     return _buckets_of(_front(fronts[-1])[0], len(gathers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from compiled_fsdp.passes.cost.hardware import Curve
 
@@ -45,7 +46,11 @@ class CommChannel:
 
     def seconds(self, size: float, tensors: int = 1) -> float:
         """Seconds of a collective of ``size`` bytes of full tensors."""
-        return Curve(self.latency, self.bytes_per_second, self.each, self.quick).seconds(size, tensors)
+        return self._curve.seconds(size, tensors)
+
+    @cached_property
+    def _curve(self) -> Curve:
+        return Curve(self.latency, self.bytes_per_second, self.each, self.quick)
 
     def scaled(self, *, rate: float = 1.0, latency: float = 1.0) -> CommChannel:
         """Return the channel with all rates and all latencies multiplied."""

@@ -7,6 +7,7 @@ import pytest
 
 from compiled_fsdp.base.frames import frames_in_one_piece
 from compiled_fsdp.compiler.compilation import Compilation
+from compiled_fsdp.compiler.preview import _Preview
 
 CALLS = 2_000
 DEPTHS = 200  # more than a piece of 16 KB has room for
@@ -46,6 +47,7 @@ def test_arguments_results_and_errors_pass_through() -> None:
         divide(1, 0)
 
 
-def test_compiles_have_their_frames_in_one_piece() -> None:
-    depth_of = Compilation.compile.__code__.co_stacksize
-    assert depth_of >= frames_in_one_piece(_small).__code__.co_stacksize
+@pytest.mark.parametrize("compilation", [Compilation, _Preview])
+def test_compiles_and_plans_have_their_frames_in_one_piece(compilation: type[Compilation]) -> None:
+    large = frames_in_one_piece(_small).__code__.co_stacksize
+    assert compilation.compile.__code__.co_stacksize == large
