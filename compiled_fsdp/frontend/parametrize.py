@@ -30,7 +30,6 @@ from compiled_fsdp.frontend.traced_reads import (
     KEEPS,
     NOTHING_THERE,
     REGATHERS,
-    STEP_BY_STEP,
     TRAINS,
     way_to_read,
 )
@@ -120,15 +119,15 @@ def _property(name: str) -> property:
     def read(module: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # only in traced code; code that Dynamo itself runs must not gather
             way = module._fsdp_way_to_read(name)
-            if way == NOTHING_THERE:
-                return None
-            if way == CALLED_ALONE:
-                break_graph(module._fsdp_called_alone_error(name))
-            elif way != STEP_BY_STEP:
+            if way >= 0:  # first, because each step of this function costs Dynamo about 0.05 ms
                 gate = getattr(module, gate_of) if way & TRAINS else None
                 shard = getattr(module, shard_of) if way & APART else gate
                 param_id, text = getattr(module, id_of), getattr(module, text_of)
                 return schema.read(shard, gate, param_id, text, bool(way & KEEPS), way // REGATHERS)
+            if way == NOTHING_THERE:
+                return None
+            if way == CALLED_ALONE:
+                break_graph(module._fsdp_called_alone_error(name))
         parameters = module.__dict__.get("_parameters", ())  # it is missing before Module.__init__
         # this comes first, because a look at the dictionary itself makes Dynamo guard on every property of the DTensor
         if isinstance(parameters, ParameterReads) and name in parameters.sharded:
