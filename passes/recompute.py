@@ -5,9 +5,9 @@ saved byte, in seconds, the cheapest choice is a minimum cut. (Torch's partition
 https://dev-discuss.pytorch.org/t/467. With costs on both sides it is Picard's closure problem, Management Science 22,
 1976.) A higher price saves less.
 
-What is computed again for one layer must not need the whole forward before it. So forward is divided into groups, at
-results through which all of it passes, as the residual stream between two layers, and these are saved. Larger groups
-save less, as in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+Backward should not have to run all of forward to compute one layer again. So forward is divided into groups, whose last
+results are saved: those through which all of forward passes, such as the residual stream between two layers. Larger
+groups save less, as in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
 """
 
 # Why: docs/design/memory.md, "What is computed again under a memory budget"
@@ -45,16 +45,16 @@ _POLICIES = {CheckpointPolicy.PREFER_RECOMPUTE: _AGAIN, CheckpointPolicy.PREFER_
 
 @dataclass(frozen=True)
 class _Level:
-    """A choice for all of forward: by segment, what is computed again or saved, and the saved bytes."""
+    """A choice for all of forward: which results of each segment backward computes again, and which are saved."""
 
-    # The most segments of a group, whose end is saved, and the price of a saved byte.
+    # A group has at most so many segments, and its last result is saved. ``price`` is that of a saved byte.
     most: int
     price: float
     policies: tuple[Mapping[str, CheckpointPolicy], ...]
     saved: tuple[int, ...]
     # The most bytes that one group computes again.
     held: int
-    # Seconds of what is computed again.
+    # Seconds that backward takes to compute results again.
     seconds: float
 
     @property
@@ -100,14 +100,14 @@ class Choices:
         return max((level.held for level in self._levels_of(step) if level is not None), default=0)
 
     def policies(self, step: int) -> dict[str, CheckpointPolicy]:
-        """What a step computes again or saves, by the node's name; nothing for step 0."""
+        """Whether nodes are computed again or saved, by their names. Step 0 decides nothing."""
         found: dict[str, CheckpointPolicy] = {}
         for segment, level in enumerate(self._levels_of(step)):
             found |= {} if level is None else level.policies[segment]
         return found
 
     def bytes(self, step: int, saved: Mapping[str, int]) -> int:
-        """An estimate of what a step holds for backward.
+        """Estimate the bytes that forward leaves for backward with a step's choice.
 
         Args:
             saved: the bytes of what step 0 saves, by the node's name.
@@ -147,7 +147,7 @@ class Choices:
     def _levels_at_all_prices(self, per_byte: float) -> Iterator[_Level]:
         """Levels that save less and less.
 
-        What the last segment saves is needed again at once, so at first a saved byte has the least price there.
+        At first a saved byte has the least price in the last segment, because backward begins there and soon frees it.
         """
         level = functools.partial(self._segments.level, per_byte=per_byte)
         sizes = [1, 2, 3, *itertools.takewhile(lambda most: most < self._count, (2**power for power in range(2, 64)))]
@@ -162,7 +162,7 @@ class Choices:
 
 
 def _least_costs(levels: Iterator[_Level]) -> Iterator[_Level]:
-    """Of some levels those that no other beats in both bytes and seconds, from most bytes to least."""
+    """The Pareto front: levels that no other beats in both bytes and seconds, from most bytes to least."""
     found: list[_Level] = []
     for level in sorted(levels, key=lambda level: (level.bytes, level.seconds)):
         if not found or level.seconds < found[-1].seconds:
@@ -333,7 +333,7 @@ def forward_of(joint: GraphModule) -> list[Node]:
 
 
 def _of_forward_alone(joint: GraphModule, forward: set[Node], from_parameters: Mapping[Node, None]) -> set[Node]:
-    """Parameters that backward does not read, and what is computed from them."""
+    """The parameters that backward does not read, and all results that depend on these parameters alone."""
     read = [node for node in joint.graph.nodes if node not in forward and node not in from_parameters]
     needed = set(read)
     while read:
@@ -350,7 +350,7 @@ def _of_forward_alone(joint: GraphModule, forward: set[Node], from_parameters: M
 def _waists(nodes: Sequence[Node], from_parameters: Container[Node]) -> Iterator[Node]:
     """The results through which all of forward passes: at some place nothing else that depends on parameters is alive.
 
-    Of several with no library kernel in between it is the last one, because backward needs the kernel's input anyway.
+    If no library kernel runs between several, only the last one counts, because backward needs the next kernel's input.
     """
     place = {node: i for i, node in enumerate(nodes)}
     last: dict[Node, int] = {}
