@@ -4,8 +4,8 @@
     python -m bench.budgets --checkpointing selective --shares 0.9,0.8   # shares of the memory without a budget
 
 Nothing runs on a device, because every figure is a prediction of the cost model. The rows: without a budget; full and
-selective checkpoints, each followed by the plan within the same memory, with copies of activations to host memory and
-without; torch's setting, followed by the same; the least budgets.
+selective checkpoints, and torch's setting; then the plans within the memory of each of these, and the least budget, with
+copies of activations to host memory and without.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +22,13 @@ import torch
 from bench.tables import table
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.plan.search import OverBudget
-from compiled_fsdp.tools.cli.estimate import Estimate, Setting, estimate
+from compiled_fsdp.tools.cli.estimate import Estimate, estimate, estimates
+from compiled_fsdp.tools.cli.setting import Setting
 from compiled_fsdp.tools.cli.shapes import CHECKPOINTING, SHAPES
 
 SHARES = (0.7, 0.4)
 """Values of torch's activation_memory_budget."""
+_TOO_LITTLE = 1e3  # bytes, for which no model has a plan
 
 
 def main() -> None:
@@ -67,36 +69,36 @@ def main() -> None:
 
 def rows(setting: Setting) -> Iterator[tuple[str, Estimate]]:
     """Yield the rows of the table, each with its name."""
-    free = estimate(setting)
-    yield "no budget", free
+    yield "no budget", estimate(setting)
     others = {
         "full checkpoints": functools.partial(estimate, replace(setting, checkpointing="full")),
         "selective checkpoints": functools.partial(estimate, replace(setting, checkpointing="selective")),
         **{f"activation_memory_budget={share}": functools.partial(_by_torch, setting, share) for share in SHARES},
     }
+    peaks: dict[str, float] = {}
     for name, plan in others.items():
         other = plan()
+        peaks[f"the memory of {name}"] = other.peak_bytes
         yield name, other
-        yield from _within(setting, other.peak_bytes, "the same memory")
-    yield from _within(setting, 0, "least")
+    yield from _within(setting, peaks | {"least": _TOO_LITTLE})
 
 
 def within_shares(setting: Setting, shares: Sequence[float]) -> Iterator[tuple[str, Estimate]]:
     """Yield the plan without a budget, and those within shares of its memory."""
     free = estimate(setting)
     yield "no budget", free
-    for share in shares:
-        yield from _within(setting, share * free.peak_bytes, f"{share:.1%} of the memory")
+    yield from _within(setting, {f"{share:.1%} of the memory": share * free.peak_bytes for share in shares})
 
 
-def _within(setting: Setting, budget: float, name: str) -> Iterator[tuple[str, Estimate]]:
-    """Yield the plan within a budget, with copies and without; if nothing fits, within the least budget."""
+def _within(setting: Setting, budgets: Mapping[str, float]) -> Iterator[tuple[str, Estimate]]:
+    """Yield the plans within budgets, with copies and without; if nothing fits, within the least budget."""
     for copies, choice in (("", "auto"), (", no copies", False)):
-        limited = replace(setting, budget=max(budget, 1e3), options=(("offload_activations", choice),))
-        try:
-            yield f"... {name}{copies}", estimate(limited)
-        except OverBudget as error:
-            yield f"... least{copies}", estimate(replace(limited, budget=float(error.least)))
+        one = replace(setting, options=(("offload_activations", choice),))
+        for name, plan in zip(budgets, estimates(one, list(budgets.values())), strict=True):
+            if isinstance(plan, OverBudget):
+                yield f"least{copies}", estimate(replace(one, budget=float(plan.least)))
+            else:
+                yield f"{name}{copies}", plan
 
 
 def _by_torch(setting: Setting, share: float) -> Estimate:

@@ -26,8 +26,9 @@ from functorch.compile import default_partition
 from bench.reference_rows import Row, float8_bytes, rows
 from bench.tables import table
 from compiled_fsdp.compiler import compilation
-from compiled_fsdp.tools.cli.estimate import Estimate, Setting, estimate
+from compiled_fsdp.tools.cli.estimate import Estimate, estimate
 from compiled_fsdp.tools.cli.parallel import PRECISIONS
+from compiled_fsdp.tools.cli.setting import Setting
 
 
 @dataclass(frozen=True)

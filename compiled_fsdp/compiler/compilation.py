@@ -72,6 +72,7 @@ from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.views import show_shared_memory
+from compiled_fsdp.passes.ways_to_cut import Halves, WaysToCut
 from compiled_fsdp.ranks.agreement import CODE, Follows, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.question import Signature, region_for_people
@@ -309,9 +310,34 @@ class Compilation:
             CachedCode(tuple(self.decisions), texts, self._agreed_plan()).save(keys)
 
     # ---- joint graph -------------------------------------------------------------------------------------------------
-    @stage("choosing what forward leaves for backward")
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         """Mark the parameters that backward gathers again, and cut the graph."""
+        return self.cut(self.ways_to_cut(joint, joint_inputs, **kwargs))
+
+    def ways_to_cut(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> WaysToCut:
+        """Return the ways to cut a joint graph; the arguments are those of a partitioner."""
+        return WaysToCut(
+            joint,
+            self._context_of_joint(),
+            mark_reads=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
+            partition=lambda gm: min_cut_partition(gm, joint_inputs, **kwargs),
+        )
+
+    @stage("choosing what forward leaves for backward")
+    def cut(self, ways: WaysToCut) -> Halves:
+        """Choose a way to cut, and return forward and backward."""
+        ctx = self._context_of_joint()
+        halves = cut(
+            ways,
+            ctx,
+            agree=lambda topic, propose: from_json(_SHARED, self._agree(topic, lambda: json.dumps(propose()))),
+        )
+        self._for_backward = ctx.for_backward
+        run_on_halves(*halves, ctx)
+        show_shared_memory(halves[0])
+        return halves
+
+    def _context_of_joint(self) -> PassContext:
         ctx = self._context("joint")
         if (plan := self._conforms_to) is not None:
             anyway = frozenset(
@@ -319,18 +345,8 @@ class Compilation:
                 for read, p in enumerate(self.region.parameters)
                 if plan.read_of.get(p.param_id) in plan.gathered("backward")
             )
-            ctx = dataclasses.replace(ctx, kept_reads=self._kept_under(plan), gathered_anyway=anyway)
-        halves = cut(
-            joint,
-            ctx,
-            mark_reads=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
-            partition=lambda gm: min_cut_partition(gm, joint_inputs, **kwargs),
-            agree=lambda topic, propose: from_json(_SHARED, self._agree(topic, lambda: json.dumps(propose()))),
-        )
-        self._for_backward = ctx.for_backward
-        run_on_halves(*halves, ctx)
-        show_shared_memory(halves[0])
-        return halves
+            return dataclasses.replace(ctx, kept_reads=self._kept_under(plan), gathered_anyway=anyway)
+        return ctx
 
     # ---- each graph --------------------------------------------------------------------------------------------------
     def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:

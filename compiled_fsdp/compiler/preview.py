@@ -10,8 +10,10 @@ first rank's plan.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +23,7 @@ from torch.fx import GraphModule
 from compiled_fsdp.base.frames import frames_in_one_piece
 from compiled_fsdp.base.progress import stage
 from compiled_fsdp.compat.compilers import aot_compile
+from compiled_fsdp.compat.graphs import copy_of
 from compiled_fsdp.compat.nested_regions import inline_nested_regions
 from compiled_fsdp.compat.previews import (
     before_code_runs,
@@ -37,13 +40,19 @@ from compiled_fsdp.compat.previews import (
 from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.compilation import Compilation
 from compiled_fsdp.compiler.options import BACKEND, Options
-from compiled_fsdp.compiler.region import find_region
+from compiled_fsdp.compiler.region import Region, find_region
 from compiled_fsdp.frontend.gradient_methods import units_of
+from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.passes.ways_to_cut import Halves, WaysToCut
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.state.unit import Unit
 
 # From torch's message for an op without a gradient on the meta device, for example nll_loss.
 _NO_GRADIENT = "an autograd kernel was not registered"
+
+
+Plan = tuple[GraphReport, ...] | OverBudget
+"""The reports of a call's graphs, or the error that no plan fits into the budget."""
 
 
 class _Planned(BaseException):
@@ -52,12 +61,12 @@ class _Planned(BaseException):
     It is not an ``Exception``, because Dynamo would wrap that, or run the model uncompiled.
 
     Attributes:
-        reports: the reports of the graphs.
+        plans: the plans; none if the graph reads no parameter.
     """
 
-    def __init__(self, reports: Sequence[GraphReport]) -> None:
+    def __init__(self, plans: Sequence[Plan]) -> None:
         super().__init__("the graphs are planned")
-        self.reports = tuple(reports)
+        self.plans = plans
 
 
 class _NotTraced(BaseException):
@@ -65,29 +74,51 @@ class _NotTraced(BaseException):
 
 
 class _Preview(Compilation):
-    """A compile that ends as soon as its graphs are planned."""
+    """A compile that ends as soon as its graphs are planned, with each of several options.
 
-    def without_other_ranks(self) -> _Preview:
-        """Plan as if this rank were alone, so that nothing is agreed on."""
-        self._group = self._agreement = None
-        return self
+    Args:
+        gm, inputs, region, mode: as for any compile.
+        options: the options. Only their memory budgets may differ.
+    """
+
+    def __init__(
+        self, gm: GraphModule, inputs: list[Any], region: Region, options: Sequence[Options], mode: str | None
+    ) -> None:
+        super().__init__(gm, inputs, region, options[0], mode)
+        self._all_options = options
+        self._group = self._agreement = None  # nothing is agreed on, as if this rank were alone
 
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         """Cut the joint graph as in any compile, and plan both halves at once."""
-        for half, phase in zip(super().partition(joint, joint_inputs, **kwargs), ("forward", "backward"), strict=True):
-            super().rewrite(half, phase)
-            self._keep_report()
-        raise _Planned(self.reports)
+
+        def ways() -> WaysToCut:
+            return self.ways_to_cut(copy_of(joint), joint_inputs, **kwargs)
+
+        under_budgets = functools.cache(ways)
+
+        def halves() -> Halves:
+            return self.cut(ways() if self.options.memory_budget is None else under_budgets())
+
+        self._plan(("forward", "backward"), halves)
 
     def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
         """Plan the graph of a call without gradients."""
-        super().rewrite(gm, phase)
-        self._keep_report()
-        raise _Planned(self.reports)
+        self._plan((phase,), lambda: (copy_of(gm),))
 
-    def _keep_report(self) -> None:
-        assert self.pending is not None
-        self.reports.append(self.pending)
+    def _plan(self, phases: Sequence[str], graphs: Callable[[], Sequence[GraphModule]]) -> NoReturn:
+        plans: list[Plan] = []
+        for options in self._all_options:
+            self.options, reports = options, []
+            try:
+                for graph, phase in zip(graphs(), phases, strict=True):
+                    super().rewrite(graph, phase)
+                    assert self.pending is not None
+                    reports.append(self.pending)
+            except OverBudget as error:
+                plans.append(error)
+            else:
+                plans.append(tuple(report for report in reports if report.reads))
+        raise _Planned(plans)
 
     @frames_in_one_piece
     def compile(self) -> Any:
@@ -123,9 +154,36 @@ def planned_graphs(
         if there is one.
 
     Raises:
+        OverBudget: no plan fits into the memory budget.
         ValueError: a bad option.
         RuntimeError: Dynamo is switched off, so that the call would be made.
         NotImplementedError: one of the model's ops has no gradient on the meta device.
+    """
+    [plan], breaks = plans_under_budgets(model, args, kwargs, options=options)
+    if isinstance(plan, OverBudget):
+        raise plan
+    return plan, breaks
+
+
+def plans_under_budgets(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Options | Mapping[str, Any] | None = None,
+    budgets: Sequence[float | None] | None = None,
+) -> tuple[list[Plan], tuple[tuple[str, str], ...]]:
+    """Plan the graphs of ``model(*args, **kwargs)`` under several memory budgets; the model is captured once.
+
+    Args:
+        model, args, kwargs, options: as for ``planned_graphs``.
+        budgets: bytes, None for no limit; each replaces the option ``memory_budget``. None: as that option says.
+
+    Returns:
+        The plan under each budget, and the reason and code line of the graph break, if there is one.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: as for ``planned_graphs``.
     """
     given = compile_arguments(model)
     module = uncompiled(model)
@@ -134,32 +192,35 @@ def planned_graphs(
     if given.get("backend") == BACKEND:
         options, mode = given.get("options") if options is None else options, given.get("mode")
     # A bad option is an error even if the graph breaks before the backend is called.
-    parsed_options = Options.parse(options)
+    parsed = Options.parse(options)
+    asked = [parsed] if budgets is None else [replace(parsed, memory_budget=budget) for budget in budgets]
 
     def backend(gm: GraphModule, inputs: list[Any], **_: Any) -> Any:
         inline_nested_regions(gm)
         region = find_region(gm, inputs)
-        parsed = checked_options(parsed_options, mode, region, inputs, runs=False)
-        return _Preview(gm, inputs, region, parsed, mode).without_other_ranks().compile()
+        checked = [checked_options(one, mode, region, inputs, runs=False) for one in asked]
+        return _Preview(gm, inputs, region, checked, mode).compile()
+
+    nothing: list[Plan] = [()] * len(asked)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             raise _NotTraced
         return run(*args, **kwargs)  # traced, hooks included; a call of the compiled module would run its hooks
 
-    def reports(switches: contextlib.AbstractContextManager[Any]) -> tuple[GraphReport, ...]:
+    def plans(switches: contextlib.AbstractContextManager[Any]) -> list[Plan]:
         capture = torch.compile(call, backend=backend, fullgraph=fullgraph, dynamic=given.get("dynamic"))
         try:
             with before_code_runs(_stop), switches:
                 capture(*args, **kwargs or {})
         except _Planned as planned:
-            return tuple(report for report in planned.reports if report.reads)
+            return list(planned.plans) or nothing
         raise AssertionError("Dynamo has run the call that it was to trace")
 
     with stage("planning a step"), dynamo_untouched(), _meta_allowed(units_of(model)), warnings.catch_warnings():
         warnings.filterwarnings("error", message=f".*{_NO_GRADIENT}")
         try:
-            return reports(errors_at_graph_breaks()), ()
+            return plans(errors_at_graph_breaks()), ()
         except _NotTraced:
             raise RuntimeError(
                 "explain: Dynamo did not trace the call, so it would run and not be planned. Either torch.compile is "
@@ -171,11 +232,11 @@ def planned_graphs(
             if found is None:
                 raise _as_users_see_it(error) from error
             if fullgraph or not is_break_of(error, module):
-                return (), (found,)
+                return nothing, (found,)
         try:
-            return reports(graphs_in_front_of_breaks()), (found,)
+            return plans(graphs_in_front_of_breaks()), (found,)
         except _NotTraced:  # at a graph break in a loop, Dynamo gives up the whole function
-            return (), (found,)
+            return nothing, (found,)
         except Exception as error:
             raise _as_users_see_it(error) from error
 

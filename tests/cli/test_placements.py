@@ -12,9 +12,10 @@ from torch import nn
 from compiled_fsdp.passes.cost import PROFILES, Wires
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.tools.cli.attempts import attempts
-from compiled_fsdp.tools.cli.estimate import Setting, estimate
+from compiled_fsdp.tools.cli.estimate import estimate
 from compiled_fsdp.tools.cli.placements import advice_of, compare, placements_of, quickest
 from compiled_fsdp.tools.cli.plan import plan
+from compiled_fsdp.tools.cli.setting import Setting
 
 RANKS, LAYERS, DIM = 16, 3, 64  # two nodes of eight ranks
 NAMES = ["FSDP", "FSDP, 8 in backward", "FSDP, kept", "HSDP", "HSDP, kept", "replicate"]

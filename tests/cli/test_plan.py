@@ -19,8 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.tools.cli import budgets
-from compiled_fsdp.tools.cli.estimate import NotPlannable, Setting, estimate
+from compiled_fsdp.tools.cli.estimate import estimate
 from compiled_fsdp.tools.cli.plan import budget_of, plan, table_of
+from compiled_fsdp.tools.cli.setting import NotPlannable, Setting
 from compiled_fsdp.tools.cli.shapes import SHAPES, Decoder
 from tests.harness import variants
 
@@ -321,7 +322,7 @@ def test_without_its_libraries():
 
 def test_a_page_without_plotly_is_refused_before_anything_is_planned(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setattr("compiled_fsdp.tools.cli.attempts.estimate", lambda _: pytest.fail("it was planned"))
+    monkeypatch.setattr("compiled_fsdp.tools.cli.attempts.estimates", lambda *_: pytest.fail("it was planned"))
     done = run("--model", "tiny", "--timeline", "x.html")
     assert done.exit_code == 2
     assert "pip install plotly" in " ".join(done.output.split())
@@ -342,7 +343,17 @@ def by_formula(monkeypatch):
         graph = replace(one.graphs[0], peak_bytes=int(held), step_s=most / held)
         return replace(one, graphs=(graph,), tokens=tokens)
 
+    def planned_under(setting, limits):
+        found = []
+        for limit in limits:
+            try:
+                found.append(planned(replace(setting, budget=limit)))
+            except OverBudget as error:
+                found.append(error)
+        return found
+
     monkeypatch.setattr(budgets, "estimate", planned)
+    monkeypatch.setattr("compiled_fsdp.tools.cli.attempts.estimates", planned_under)
 
 
 def test_a_curve_of_budgets(tmp_path, by_formula):

@@ -221,7 +221,7 @@ def test_copies_make_room_for_parameters_that_are_kept():
     def only_in_the_room_of(self: Any, first: Any) -> Any:
         yield choose_unsharded(*self.at(first, frozenset()).tasks, self.ctx.rules.budget)
 
-    with mock.patch.object(cut._Cuts, "_may_be_kept", only_in_the_room_of):
+    with mock.patch.object(cut._Search, "_may_be_kept", only_in_the_room_of):
         apart = graphs(budget)
     assert kept(together) > kept(apart)
     assert seconds(together) < seconds(apart)

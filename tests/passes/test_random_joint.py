@@ -25,13 +25,12 @@ from compiled_fsdp.passes.offload import Candidates, offload
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes, through
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.views import memory_of
+from compiled_fsdp.passes.ways_to_cut import Halves, WaysToCut
 from tests.passes.joint import LENGTH, Joint, joints
 from tests.passes.random_cases import cases
 from tests.passes.ranks import Ranks
 from tests.passes.regions import Mesh, MeshParam, Region
 from tests.passes.test_random_regions import options
-
-Halves = tuple[GraphModule, GraphModule]
 
 
 def parts(joint: Joint, ctx: PassContext) -> tuple[GraphModule, Halves]:
@@ -41,9 +40,8 @@ def parts(joint: Joint, ctx: PassContext) -> tuple[GraphModule, Halves]:
     def partition(gm: GraphModule) -> Halves:
         return min_cut_partition(gm, None, num_fwd_outputs=1)
 
-    halves = cut(
-        copy_of(original), ctx, lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx), partition, lambda _, ask: ask()
-    )
+    ways = WaysToCut(copy_of(original), ctx, lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx), partition)
+    halves = cut(ways, ctx, lambda _, ask: ask())
     run_on_halves(*halves, ctx)
     return original, halves
 

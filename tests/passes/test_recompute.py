@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.passes import cut
+from compiled_fsdp.passes import ways_to_cut
 from compiled_fsdp.passes.min_cut import Item, cheapest
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.recompute import Choices
@@ -86,7 +86,7 @@ def choices():
         made.append(Choices(*args))
         return made[-1]
 
-    with mock.patch.object(cut, "Choices", make):
+    with mock.patch.object(ways_to_cut, "Choices", make):
         yield made
 
 

@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from compiled_fsdp.base.files import write_text
 from compiled_fsdp.passes.plan.search import OverBudget
-from compiled_fsdp.tools.cli.estimate import Estimate, Setting, estimate
+from compiled_fsdp.tools.cli.attempts import Attempts
+from compiled_fsdp.tools.cli.estimate import Estimate, estimate
+from compiled_fsdp.tools.cli.setting import Setting
 
 POINTS = 9
 """How many budgets a curve has, from the least that fits to the memory of the plan without a budget."""
 _TOO_LITTLE = 1e3  # bytes, for which no model has a plan
 _ENOUGH = 1.001  # a plan's own peak as a budget, with room for what it rounds
 
-Planned = Callable[[Iterable[Setting]], Iterable[Setting]]
 
-
-def curve(setting: Setting, watched: Planned = iter) -> list[tuple[Setting, Estimate]]:
+def curve(setting: Setting, planned: Attempts) -> list[tuple[Setting, Estimate]]:
     """Plan a step under budgets from the least that fits to none, in even steps.
 
     Args:
         setting: the step; its budget is ignored.
-        watched: shows progress while it hands the settings on.
+        planned: plans the settings that it is given.
     """
-    free = estimate(replace(setting, budget=None))
-    try:
-        estimate(replace(setting, budget=_TOO_LITTLE))
-    except OverBudget as error:
-        least = error.least
-    else:
-        raise AssertionError(f"a plan for {_TOO_LITTLE:.0f} bytes")
-    most = _ENOUGH * free.peak_bytes
-    budgets = [least + (most - least) * i / (POINTS - 1) for i in range(POINTS - 1)]
-    out = []
-    for one in watched([replace(setting, budget=float(round(budget))) for budget in budgets]):
-        try:
-            out.append((one, estimate(one)))
-        except OverBudget:  # the least budget is rounded
-            continue
-    return [*out, (replace(setting, budget=None), free)]
+    unlimited, too_little = (replace(setting, budget=budget) for budget in (None, _TOO_LITTLE))
+    free, error = planned([unlimited, too_little])
+    assert isinstance(free, Estimate), "no budget, but a plan that does not fit"
+    assert isinstance(error, OverBudget), f"a plan for {_TOO_LITTLE:.0f} bytes"
+    least, most = error.least, _ENOUGH * free.peak_bytes
+    budgets = [float(round(least + (most - least) * i / (POINTS - 1))) for i in range(POINTS - 1)]
+    settings = [replace(setting, budget=budget) for budget in budgets]
+    # the least budget is rounded, and may be too little
+    found = [(one, plan) for one, plan in zip(settings, planned(settings), strict=True) if isinstance(plan, Estimate)]
+    return [*found, (unlimited, free)]
 
 
 def knee(points: Sequence[tuple[float, float]]) -> int:

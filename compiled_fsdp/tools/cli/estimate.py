@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import functools
 import json
 import math
 import os
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.compat.modules import fake_store
-from compiled_fsdp.compiler.preview import planned_graphs
+from compiled_fsdp.compiler.preview import plans_under_budgets
 from compiled_fsdp.passes.context import ForBackward
-from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.reporting.report import GraphReport
-from compiled_fsdp.tools.cli.parallel import PRECISIONS, mesh_of, shard, split_over
-from compiled_fsdp.tools.cli.shapes import SHAPES, Decoder, Shape
+from compiled_fsdp.tools.cli.parallel import PRECISIONS, mesh_of, shard
+from compiled_fsdp.tools.cli.setting import NotPlannable, Setting, model_of, name_of, one_line, shape_of
 from compiled_fsdp.tools.timeline import GraphTimeline, Timeline, of_report
 
 # Dense bf16 peaks, FLOP/s, by the names of the profiles that have a data sheet. MFU is a share of them.
@@ -38,47 +34,6 @@ ADAMW_VALUES = 7
 
 It reads the weight, the gradient and two moments, and writes all but the gradient.
 """
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The setting of a planned step.
-
-    Attributes:
-        model: a shape or its name in ``SHAPES``, or "package.module:function", which returns a module. With
-            ``tensor_parallel`` the function takes the mesh of that dimension.
-        inputs: "package.module:function", which takes batch and sequence and returns the tuple of the model's
-            arguments; "" for a named model.
-        world_size: how many ranks there are.
-        replicate: how many groups of ranks hold the same shards (HSDP).
-        tensor_parallel: how many ranks split each layer between them; they are neighbours.
-        hardware: the hardware to plan for.
-        batch: sequences on each rank; with tensor parallelism, the sequences of ``tensor_parallel`` ranks together.
-        sequence: tokens of a sequence.
-        precision: a key of ``PRECISIONS``.
-        reshard_after_forward: as ``fully_shard`` takes it, or "auto".
-        checkpointing: for a named model: one of ``CHECKPOINTING``.
-        budget: bytes on each rank; None for no limit.
-        wire: the codecs of gathers and reductions, as ``wire_policy`` reads them.
-        transport: the option ``transport``.
-        options: further options of the backend, for example ``(("bucket", "module"),)``.
-    """
-
-    model: str | Shape
-    inputs: str
-    world_size: int
-    replicate: int
-    tensor_parallel: int
-    hardware: Hardware
-    batch: int
-    sequence: int
-    precision: str
-    reshard_after_forward: bool | int | str
-    checkpointing: str
-    budget: float | None
-    wire: str = "none"
-    transport: str = "backend"
-    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -240,16 +195,31 @@ class Estimate:
         return json.dumps(step | known | {"graphs": graphs})
 
 
-class NotPlannable(ValueError):
-    """The model cannot be planned as asked; the message says why and what to do."""
-
-
 def estimate(setting: Setting) -> Estimate:
     """Plan a step of ``setting``; no device and no other process is needed.
 
     Raises:
         NotPlannable: sizes do not divide, the model cannot be imported, sharded or captured, or it has a graph break.
         OverBudget: no plan fits into the budget.
+    """
+    [found] = estimates(setting, [setting.budget])
+    if isinstance(found, OverBudget):
+        raise found
+    return found
+
+
+def estimates(setting: Setting, budgets: Sequence[float | None]) -> list[Estimate | OverBudget]:
+    """Plan a step under several budgets, for which its model is captured only once.
+
+    Args:
+        setting: the step; its budget is ignored.
+        budgets: bytes on each rank; None for no limit.
+
+    Returns:
+        The plan under each budget, or the error that no plan fits.
+
+    Raises:
+        NotPlannable: as for ``estimate``.
     """
     shards, rest = divmod(setting.world_size, setting.replicate * setting.tensor_parallel)
     if rest:
@@ -260,125 +230,52 @@ def estimate(setting: Setting) -> Estimate:
     tokens = setting.batch * setting.sequence / setting.tensor_parallel
     with _among_fake_ranks(setting.world_size):
         mesh = mesh_of(setting.replicate, shards, setting.tensor_parallel)
-        model, args = _model_of(setting, mesh["tensor"])
+        model, args = model_of(setting, mesh["tensor"])
         parameters = sum(param.numel() for param in model.parameters())
         weights = PRECISIONS[setting.precision].weights
         if weights != torch.float32:
             model.to(weights)
-        shape = _shape_of(setting)
+        shape = shape_of(setting)
         flops = None
         if shape is not None:
             flops = shape.flops_per_token(model, setting.sequence) * tokens
         try:
             shard(model, mesh, setting.precision, setting.reshard_after_forward, setting.wire)
-            reports, breaks = planned_graphs(model, args, options=_options(setting))
-        except OverBudget:
-            raise
+            plans, breaks = plans_under_budgets(model, args, options=_options(setting), budgets=budgets)
         except Exception as error:  # the model may raise anything
-            raise NotPlannable(f"{_name_of(setting)} cannot be sharded and captured: {_one_line(error)}") from error
+            raise NotPlannable(f"{name_of(setting)} cannot be sharded and captured: {one_line(error)}") from error
         if breaks:
             reason, where = breaks[0]
             raise NotPlannable(f"the model's graph breaks, and only a whole graph can be planned: {reason}, at {where}")
-        graphs = tuple(GraphEstimate.of(report) for report in reports if report.tasks and report.simulation)
-    if not graphs:
-        raise NotPlannable(f"{_name_of(setting)} has no graph with collectives: is --world-size 1?")
+        found = [plan if isinstance(plan, OverBudget) else _graphs_of(plan, setting) for plan in plans]
     elements = math.ceil(parameters / shards / setting.tensor_parallel)
-    return Estimate(
-        graphs,
-        parameters,
-        ADAMW_VALUES * weights.itemsize * elements / setting.hardware.copy,
-        tokens,
-        flops,
-        PEAK_FLOPS.get(setting.hardware.name),
-        setting.world_size,
-        setting.hardware.name,
+    step = functools.partial(
+        Estimate,
+        parameters=parameters,
+        optimizer_s=ADAMW_VALUES * weights.itemsize * elements / setting.hardware.copy,
+        tokens=tokens,
+        flops=flops,
+        peak_flops=PEAK_FLOPS.get(setting.hardware.name),
+        world_size=setting.world_size,
+        hardware=setting.hardware.name,
     )
+    return [plan if isinstance(plan, OverBudget) else step(plan) for plan in found]
 
 
-def _shape_of(setting: Setting) -> Shape | None:
-    return setting.model if isinstance(setting.model, Shape) else SHAPES.get(setting.model)
-
-
-def _name_of(setting: Setting) -> str:
-    return setting.model.name if isinstance(setting.model, Shape) else setting.model
+def _graphs_of(reports: Sequence[GraphReport], setting: Setting) -> tuple[GraphEstimate, ...]:
+    graphs = tuple(GraphEstimate.of(report) for report in reports if report.tasks and report.simulation)
+    if not graphs:
+        raise NotPlannable(f"{name_of(setting)} has no graph with collectives: is --world-size 1?")
+    return graphs
 
 
 def _options(setting: Setting) -> dict[str, Any]:
     options: dict[str, Any] = {"hardware": setting.hardware, "kernels": not setting.hardware.host_computes}
     options["transport"] = setting.transport
     options["optimizer_bytes_per_element"] = 2 * PRECISIONS[setting.precision].weights.itemsize
-    if setting.budget is not None:
-        options["memory_budget"] = setting.budget
     if setting.reshard_after_forward == "auto":
         options["reshard_after_forward"] = "auto"
     return options | dict(setting.options)
-
-
-def _model_of(setting: Setting, tensor: DeviceMesh) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Return the model and its arguments, on the meta device.
-
-    If ``tensor`` has more than one rank, a named model is split over it, and a factory gets it as its argument.
-    """
-    with torch.device("meta"):
-        if (shape := _shape_of(setting)) is not None:
-            tokens = torch.zeros(setting.batch, setting.sequence, dtype=torch.int64)
-            model = Decoder(shape, setting.checkpointing)
-            if tensor.size() > 1:
-                try:
-                    split_over(model, tensor)
-                except ValueError as error:
-                    raise NotPlannable(str(error)) from error
-            return model, (tokens, tokens.clone())
-        if setting.checkpointing != "none":
-            raise NotPlannable("--checkpointing is for named models; of your own model, checkpoint it in its factory.")
-        path = setting.model
-        assert isinstance(path, str)
-        make = _imported("--model", path)
-        if not setting.inputs:
-            raise NotPlannable(f"--model {path} needs --inputs package.module:function, its arguments.")
-        model = _called("--model", path, make, *([tensor] if tensor.size() > 1 else []))
-        if not isinstance(model, nn.Module):
-            raise NotPlannable(f"--model {path} must return a module, but returned {type(model).__name__}.")
-        inputs = _imported("--inputs", setting.inputs)
-        args = _called("--inputs", setting.inputs, inputs, setting.batch, setting.sequence)
-        if not isinstance(args, (tuple, list)):
-            raise NotPlannable(
-                f"--inputs {setting.inputs} must return a tuple of the model's arguments, but returned "
-                f"{type(args).__name__}."
-            )
-        return model, tuple(args)
-
-
-def _called(option: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of the user's, and return its result.
-
-    Raises:
-        NotPlannable: the function raised something. The message has the line that did.
-    """
-    try:
-        return function(*args)
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise NotPlannable(
-            f"{option} {path} raised {type(error).__name__}: {_one_line(error)} (at {where.filename}:{where.lineno})"
-        ) from error
-
-
-def _one_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _imported(option: str, path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    if not name:
-        known = ", ".join(SHAPES)
-        raise NotPlannable(f"{option} must be one of {known}, or package.module:function, but is {path}.")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:  # ValueError: an empty name
-        raise NotPlannable(
-            f"{option} {path}: {_one_line(error)}; the current folder and PYTHONPATH are searched."
-        ) from error
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.tools.cli.attempts import Attempts
-from compiled_fsdp.tools.cli.estimate import Estimate, Setting
+from compiled_fsdp.tools.cli.estimate import Estimate
+from compiled_fsdp.tools.cli.setting import Setting
 from compiled_fsdp.tools.words import megabytes
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.console import Console
@@ -22,16 +22,16 @@ from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.tools.cli import budgets
 from compiled_fsdp.tools.cli.attempts import attempts
-from compiled_fsdp.tools.cli.estimate import Estimate, NotPlannable, Setting
+from compiled_fsdp.tools.cli.estimate import Estimate
 from compiled_fsdp.tools.cli.hardware import find
 from compiled_fsdp.tools.cli.parallel import PRECISIONS, wire_policy
 from compiled_fsdp.tools.cli.placements import Row, advice_of, compare, quickest
 from compiled_fsdp.tools.cli.placements import table_of as table_of_placements
+from compiled_fsdp.tools.cli.setting import NotPlannable, Setting
 from compiled_fsdp.tools.cli.shapes import CHECKPOINTING, SHAPES
 from compiled_fsdp.tools.timeline_files import write
 from compiled_fsdp.tools.words import megabytes
 
-T = TypeVar("T")
 WIDTH = 100
 """Columns of a table in a file or a pipe."""
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
@@ -245,12 +245,9 @@ def plan(
     if bar.is_terminal:  # the bar has the terminal's last line
         progress.log.setLevel(logging.ERROR)
 
-    def watched(items: Iterable[T], total: int | None = None) -> Iterable[T]:
-        items = items if total else list(items)
-        return track(items, "planning", total, console=bar, disable=not bar.is_terminal, transient=True)
-
     def planned_in_jobs(settings: Sequence[Setting]) -> Iterator[Estimate | OverBudget]:
-        return iter(watched(attempts(settings, jobs), len(settings)))
+        found, hidden = attempts(settings, jobs), not bar.is_terminal
+        return iter(track(found, "planning", len(settings), console=bar, disable=hidden, transient=True))
 
     found: list[Estimate | OverBudget] = []
     rows: list[Row] = []
@@ -261,7 +258,7 @@ def plan(
             rows = compare(settings[0], limits, planned_in_jobs)
             settings, found = [row.setting for row in rows], [row.found for row in rows]
         elif curve is not None:
-            pairs = budgets.curve(settings[0], watched)
+            pairs = budgets.curve(settings[0], planned_in_jobs)
             budgets.draw(pairs, curve)
             settings, found, knee = [one for one, _ in pairs], [one for _, one in pairs], budgets.knee_of(pairs)
         elif fit is not None:
