@@ -4,8 +4,8 @@
     python -m bench.budgets --checkpointing selective --shares 0.9,0.8   # shares of the memory without a budget
 
 Nothing runs on a device, because every figure is a prediction of the cost model. The rows: without a budget; full and
-selective checkpoints, and torch's setting; then the plans within the memory of each of these, and the least budget, with
-copies of activations to host memory and without.
+selective checkpoints, and torch's setting; then the plans within the memory of each of these, and the least budget,
+with copies of activations to host memory and without.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ def persistent_bytes(ctx: PassContext) -> int:
     """Bytes that are held during the whole graph.
 
     These are: shards of the region's parameters, and gradients and optimizer state of the trained ones, except in host
-    memory; parts of full parameters that fewer ranks gather; full gradients that are pending until a backward that
-    reduces them; the residuals that codecs with error feedback keep; and the bytes outside of the graph.
+    memory; parts of full parameters that fewer ranks gather; gradients that are pending until a backward that reduces
+    them over all ranks; the residuals that codecs with error feedback keep; and the bytes outside of the graph.
     """
     total = ctx.bytes_outside_graph
     seen = set()
@@ -190,8 +190,7 @@ def persistent_bytes(ctx: PassContext) -> int:
         elements = 0 if read.in_host_memory else read.elements / read.world
         of_training = read.grad_itemsize + ctx.optimizer_bytes_per_element if read.trainable else 0
         total += elements * (read.shard_itemsize + of_training)
-        if read.trainable and read.reduce_spec.adds_accumulated:
-            total += read.reduced_bytes / (read.reduces_within[0] if read.reduces_within else 1)
+        total += read.pending_bytes
         if read.trainable and read.reduce_spec.error_feedback:
             total += read.elements * RESIDUAL_ITEMSIZE
     return math.ceil(total)

@@ -1,7 +1,7 @@
-"""A joint graph, cut into forward and backward in several ways, each of them once.
+"""Cut a joint graph into forward and backward in several ways, each of them once.
 
-A way says what backward computes again (``recompute.py``) and what waits in host memory (``offload.py``). Which way is
-taken is up to ``cut.py``.
+A way names the results that backward computes again (``recompute.py``), and the tensors that wait in host memory
+(``offload.py``). ``cut.py`` chooses the way.
 """
 
 # Why: docs/design/memory.md, "The memory budget is a hard limit"
@@ -22,6 +22,7 @@ from compiled_fsdp.passes.memory import mark_computed, saved_inputs, storage_byt
 from compiled_fsdp.passes.offload import Candidate, Candidates, offload
 from compiled_fsdp.passes.plan.tasks import Tasks
 from compiled_fsdp.passes.recompute import Choices
+from compiled_fsdp.passes.regather import regather
 from compiled_fsdp.passes.reshard import mark
 from compiled_fsdp.passes.start_copies import start_copies
 
@@ -140,7 +141,10 @@ class WaysToCut:
 def _tasks_of(halves: Halves, ctx: PassContext) -> tuple[Tasks, Tasks]:
     """Return the tasks of both graphs, as the planner sees them; the graphs themselves do not change."""
     out: list[Any] = []
-    for half, phase in zip(halves, ("forward", "backward"), strict=True):
+    copies = copy_of(halves[0]), copy_of(halves[1])
+    if regather.__name__ not in ctx.disabled_passes:
+        regather(*copies, replace(ctx, summary={}))
+    for half, phase in zip(copies, ("forward", "backward"), strict=True):
         own = replace(ctx, phase=phase, summary={})
-        out.append(extract(start_copies(arrange(copy_of(half), own), own), own)[0])
+        out.append(extract(start_copies(arrange(half, own), own), own)[0])
     return out[0], out[1]

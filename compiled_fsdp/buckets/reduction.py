@@ -58,6 +58,9 @@ class ReduceSpec:
     # The number of neighbouring ranks that reduce it first, and the number of their group. With ALL, the ranks at the
     # same place in the other groups reduce it then. None: all ranks that shard it reduce it together.
     within: tuple[int, int] | None = None
+    # Whether all pending gradients are reduced over the shards, or ``within``. Else a full one may be pending. The plan
+    # counts their memory.
+    pending_in_parts: bool = False
 
     def __str__(self) -> str:
         words = [self.dtype, "avg" if self.divide is None else f"sum/{self.divide[0]:g}/{self.divide[1]:g}"]
@@ -73,6 +76,8 @@ class ReduceSpec:
             words.append("any")
         if self.within is not None:
             words.append(f"within/{self.within[0]}/{self.within[1]}")
+        if self.pending_in_parts:
+            words.append("parts")
         return " ".join(words)
 
     @staticmethod
@@ -86,7 +91,8 @@ class ReduceSpec:
         codec = next((word for word in rest if word.partition("/")[0] in codecs.NAMES), "")
         parts = next((word.split("/")[1:] for word in rest if word.startswith("within/")), None)
         within = None if parts is None else (int(parts[0]), int(parts[1]))
-        return ReduceSpec(dtype, divide, sync, "waiting" in rest, codec, "feedback" in rest, "any" in rest, within)
+        flags = "waiting" in rest, codec, "feedback" in rest, "any" in rest, within, "parts" in rest
+        return ReduceSpec(dtype, divide, sync, *flags)
 
     def of(self, *dtypes: torch.dtype) -> ReduceSpec:
         """The spec for reducing gradients of these dtypes together: with ``any_dtype`` in the widest dtype."""

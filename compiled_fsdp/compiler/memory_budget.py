@@ -79,7 +79,9 @@ def bytes_outside_graph(options: Options, region: Region) -> float:
             if parameter.param.requires_grad:
                 of_training = parameter.gate_dtype.itemsize + options.optimizer_bytes_per_element
                 total += on_device * shard.numel() * of_training
-                total += unsharded * parameter.dtypes.reduced.itemsize if unit.accumulation.enabled else 0
+                if unit.accumulation.enabled:
+                    ranks = (parameter.grads.within or parameter.world) if unit.pends_in_parts(parameter) else 1
+                    total += unsharded // ranks * parameter.dtypes.reduced.itemsize
                 total += unsharded * RESIDUAL_ITEMSIZE if parameter.grads.spec.error_feedback else 0
     largest = max(block_bytes.values(), default=0)
     left_to_replicas = [largest / group.size for group in region.groups if group.replicas > 1 and group.size > 1]

@@ -94,10 +94,10 @@ class _Preview(Compilation):
         def ways() -> WaysToCut:
             return self.ways_to_cut(copy_of(joint), joint_inputs, **kwargs)
 
-        under_budgets = functools.cache(ways)
+        shared_ways = functools.cache(ways)
 
         def halves() -> Halves:
-            return self.cut(ways() if self.options.memory_budget is None else under_budgets())
+            return self.cut(ways() if self.options.memory_budget is None else shared_ways())
 
         self._plan(("forward", "backward"), halves)
 
@@ -115,7 +115,7 @@ class _Preview(Compilation):
                     assert self.pending is not None
                     reports.append(self.pending)
             except OverBudget as error:
-                plans.append(error)
+                plans.append(error.with_traceback(None))  # whose frames hold all graphs
             else:
                 plans.append(tuple(report for report in reports if report.reads))
         raise _Planned(plans)

@@ -51,6 +51,8 @@ class Accumulation:
     sync: GradSync = GradSync.ALL
     # Whether the user has ever turned off (a part of) the reduction, so that gradients may be pending.
     enabled: bool = False
+    # Whether a forward has run whose gradients are not reduced at all, so that a full one may be pending.
+    in_full: bool = False
     # How many neighbouring ranks reduce the gradients of each backward together, before the last one reduces their sum
     # over the other ranks (``set_requires_all_reduce`` with a working copy); 0: none.
     within: int = 0
@@ -443,6 +445,11 @@ class Unit:
             return 0
         return policy.ranks_of_parts if all(group.replicate_group is None for group in groups) else 0
 
+    def pends_in_parts(self, parameter: ShardedParameter) -> bool:
+        """Whether all pending gradients of a parameter are reduced over some ranks, each of which has its part."""
+        has_two_reductions = bool(self.accumulation.within) or parameter.group.replicate_group is not None
+        return has_two_reductions and not self.accumulation.in_full
+
     def note_past_forwards(self) -> None:
         """Note for each unit of the model whether past forwards leave pending gradients, perhaps in a later backward.
 
@@ -456,6 +463,9 @@ class Unit:
         for unit in (root, *root.inner_units):
             if unit.accumulation.sync is not GradSync.ALL:
                 unit.accumulation.pending = True
+                if unit.accumulation.sync is GradSync.NONE and not unit.accumulation.in_full:
+                    unit.accumulation.in_full = True
+                    unit.apply_reductions()
             elif not unit.accumulation.adds:
                 unit.accumulation.has_plain_code = True
 
@@ -486,17 +496,18 @@ class Unit:
             divide = divide_factors(dtype, parameter.group.ranks_in_all, policy.divide_factor, policy.force_sum)
             how = self.accumulation.enabled, *parameter.reduce_codec, any_dtype
             spec = ReduceSpec(dtype, divide, GradSync.ALL, *how)
-            parameter.grads.spec = spec
-            parameter.grads.text_by_sync = {(GradSync.ALL, False): str(replace(spec, adds_accumulated=False))} | {
-                (sync, True): str(replace(spec, sync=sync, adds_accumulated=True)) for sync in GradSync
-            }
+            adds, within = replace(spec, adds_accumulated=True), None
             if ranks := self.accumulation.within:
                 parameter.group.across_parts(ranks)
                 within = ranks, parameter.group.part_of(ranks).group_id
-                for sync in (GradSync.SHARDS_ONLY, GradSync.ALL):
-                    text = str(replace(spec, sync=sync, adds_accumulated=True, within=within))
-                    parameter.grads.text_by_sync[sync, True] = text
-            parameter.grads.within = ranks
+            parameter.grads.spec, parameter.grads.within = spec, ranks
+            parameter.grads.text_by_sync = {
+                (GradSync.ALL, False): str(replace(spec, adds_accumulated=False)),
+                (GradSync.NONE, True): str(replace(adds, sync=GradSync.NONE)),
+            }
+            adds = replace(adds, within=within, pending_in_parts=self.pends_in_parts(parameter))
+            for sync in (GradSync.SHARDS_ONLY, GradSync.ALL):
+                parameter.grads.text_by_sync[sync, True] = str(replace(adds, sync=sync))
         self.apply_texts()
 
     def _common_reduce_dtypes(self) -> dict[ShardGroup, torch.dtype]:

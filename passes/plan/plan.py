@@ -88,6 +88,15 @@ class Read:
         """Bytes of its full, padded gradient in the dtype of the reduction."""
         return self.elements * getattr(torch, self.reduce_spec.dtype).itemsize
 
+    @property
+    def pending_bytes(self) -> float:
+        """The most bytes of pending gradients that a rank holds between backwards."""
+        spec = self.reduce_spec
+        if not (self.trainable and spec.adds_accumulated):
+            return 0
+        ranks = self.world if spec.within is None else spec.within[0]
+        return self.reduced_bytes / ranks if spec.pending_in_parts else self.reduced_bytes
+
     def encoded_bytes(self, codec: str) -> int:
         """Bytes on the wire with ``codec``: of all shards of the parameter, or of one rank's full gradient."""
         return self.world * nbytes(codec, self.elements // self.world)

@@ -12,10 +12,10 @@ from torch import nn
 from compiled_fsdp.passes.cost import PROFILES, Wires
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.tools.cli.attempts import attempts
-from compiled_fsdp.tools.cli.estimate import estimate
+from compiled_fsdp.tools.cli.estimate import estimate, estimates
 from compiled_fsdp.tools.cli.placements import advice_of, compare, placements_of, quickest
 from compiled_fsdp.tools.cli.plan import plan
-from compiled_fsdp.tools.cli.setting import Setting
+from compiled_fsdp.tools.cli.setting import NotPlannable, Setting
 
 RANKS, LAYERS, DIM = 16, 3, 64  # two nodes of eight ranks
 NAMES = ["FSDP", "FSDP, 8 in backward", "FSDP, kept", "HSDP", "HSDP, kept", "replicate"]
@@ -85,6 +85,106 @@ def test_bytes_inside_nodes_and_between_them(rows):
         name, sent = row.placement.name, row.found.sent_bytes
         assert sum(sent) == pytest.approx(total[name]), name
         assert sent[1] == pytest.approx(between[name]), name
+
+
+def test_bytes_of_a_step_of_several_microbatches():
+    """Replicas and working copies reduce between nodes in the last one only, as ``docs/parallelism.md`` measures it."""
+    elements, ring, node, count = LAYERS * DIM * DIM, 15 / 16, 7 / 8, 4
+    gathered, reduced = 2 * elements, 4 * elements
+    total = {
+        "FSDP": count * (2 * gathered + reduced) * ring,
+        "HSDP": count * (2 * gathered + reduced) * node + reduced / 8,
+        "HFSDP": gathered * ring + (2 * count - 1) * gathered * node + count * reduced * node + reduced / 16,
+        "replicate": 2 * ring * reduced,
+    }
+    between = {"FSDP": total["FSDP"] / 8, "HSDP": reduced / 8, "HFSDP": gathered * ring / 8 + reduced / 16}
+    setting = replace(OWN, microbatches=count)
+    found = {of.name: of for of in placements_of(setting)}
+    assert set(NAMES) | {"HFSDP"} == set(found)
+    assert found["HFSDP"].options == "--working-copy 8"
+    floors = {}
+    for name in total:
+        of = found[name]
+        step = estimate(replace(setting, replicate=of.replicate, working_copy=of.working_copy))
+        assert sum(step.sent_bytes) == pytest.approx(total[name]), name
+        assert step.sent_bytes[1] == pytest.approx(between.get(name, step.sent_bytes[1])), name
+        assert step.tokens == count * OWN.sequence
+        floors[name] = step.floor_bytes
+    once = estimate(OWN)
+    many = estimate(setting)
+    assert many.step_s - many.optimizer_s == pytest.approx(count * (once.step_s - once.optimizer_s))
+    assert (many.exposed_s, many.hidden) == pytest.approx((count * once.exposed_s, once.hidden))
+    # an eighth of the parameters, and of the gradients that wait for the last microbatch
+    assert floors["HFSDP"] == floors["FSDP"] + gathered / 8 + reduced / 8
+    assert floors["HSDP"] == 2 * floors["FSDP"] + reduced / 8
+
+
+def test_microbatches_that_differ():
+    """A step of two has no middle ones; alike microbatches are planned once, under a budget, too."""
+    two = estimate(replace(OWN, microbatches=2, working_copy=8))
+    assert [(graph.name, graph.count) for graph in two.graphs] == [
+        ("first forward", 1), ("first backward", 1), ("last forward", 1), ("last backward", 1),
+    ]  # fmt: skip
+    limited, error = estimates(replace(OWN, microbatches=5), [1e9, 1e3])
+    assert [(graph.name, graph.count, graph.budget_bytes) for graph in limited.graphs] == [
+        ("forward", 5, 1e9),
+        ("backward", 5, 1e9),
+    ]
+    assert isinstance(error, OverBudget)
+    copied = replace(OWN, microbatches=3, working_copy=8)
+    [error] = estimates(copied, [1e3])
+    assert estimate(replace(copied, budget=float(error.least))).peak_bytes <= error.least
+    names = [graph.name for graph in estimate(copied).timeline().graphs]
+    assert names[2:4] == ["middle forward", "middle backward"]
+    assert [graph.name for graph in limited.timeline().graphs] == ["5 x forward", "5 x backward"]
+    for wrong in ({"working_copy": 8}, {"working_copy": 8, "microbatches": 2, "replicate": 2}):
+        with pytest.raises(NotPlannable, match="--working-copy is a copy that stays from microbatch to microbatch"):
+            estimate(replace(OWN, **wrong))
+    with pytest.raises(NotPlannable, match="a number should be a factor of the number of shards, which is 16"):
+        estimate(replace(OWN, microbatches=2, working_copy=3))
+    for ranks in (1, 16, 32):
+        with pytest.raises(
+            NotPlannable, match=f"more than 1 and less than the 16 ranks that hold shards, but is {ranks}"
+        ):
+            estimate(replace(OWN, microbatches=2, working_copy=ranks))
+    encoded = placements_of(replace(OWN, microbatches=2, wire="int8"))
+    assert "HFSDP" not in [of.name for of in encoded]  # its gradients are reduced in two parts
+
+
+@pytest.mark.more
+def test_plans_under_several_budgets_are_those_under_each():
+    tiny = replace(OWN, model="tiny", inputs="", sequence=1024)
+    budgets = [None, 0.8 * estimate(tiny).peak_bytes, 1e3]
+    alone = [attempt(replace(tiny, budget=limit)) for limit in budgets]
+    free, cut, error = estimates(tiny, budgets)
+    assert [free.to_json(), cut.to_json(), error.least] == [alone[0].to_json(), alone[1].to_json(), alone[2].least]
+    assert cut.for_backward.is_cut
+
+
+@pytest.mark.parametrize(("jobs", "parts"), [(1, 2), (2, 2), (4, 4)])
+def test_the_model_is_captured_once_for_all_budgets(monkeypatch, jobs, parts):
+    """Unless processes would have nothing to do. Plans come in the order of the settings."""
+    asked = []
+
+    def planned(given, jobs):
+        for setting, budgets in given:
+            asked.append((setting.replicate, tuple(budgets)))
+            yield [(setting.replicate, budget) for budget in budgets]
+
+    monkeypatch.setattr("compiled_fsdp.tools.cli.attempts._plans", planned)
+    settings = [
+        replace(OWN, replicate=of, budget=limit) for limit in (None, 2e9, 1e9) for of in (1, 2) if limit or of == 1
+    ]
+    assert list(attempts(settings, jobs)) == [(one.replicate, one.budget) for one in settings]
+    assert len(asked) == parts
+    assert sum(len(budgets) for _, budgets in asked) == len(settings)
+
+
+def attempt(setting):
+    try:
+        return estimate(setting)
+    except OverBudget as error:
+        return error
 
 
 def test_bytes_of_an_all_to_all():

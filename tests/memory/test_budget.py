@@ -4,14 +4,17 @@ import functools
 import gc
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_fsdp import WirePolicy, explain, fully_shard
+from compiled_fsdp.passes import ways_to_cut
 from compiled_fsdp.passes.cost import PROFILES, Contention, Wires
 from compiled_fsdp.passes.plan.plain_schedules import usual_limit
 from compiled_fsdp.passes.plan.search import OverBudget
@@ -34,6 +37,75 @@ def planned(world: int = 8, **options):
         return explain(model).graphs
 
 
+def held_during_backward(*calls, mesh, **options):
+    """Bytes that the plan of the last backward counts from its first to its last op: a call for each microbatch."""
+    with fake_group(4):
+        mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards")[-len(mesh) :])
+        model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh, reshard_after_forward=True)
+        run = compiled(model, **options)
+        for call in calls:
+            call(model)
+            run(torch.ones(2, 64, requires_grad=True)).sum().backward()
+        return explain(model).graphs[-1].tasks.persistent
+
+
+def test_pending_gradients_take_what_the_ranks_have_left_of_them():
+    """Of replicas that reduce over the shards in each microbatch: a shard of float32. Without any reduction: all."""
+    full = 64 * 64 * 4
+    plain = held_during_backward(lambda _: None, mesh=(2, 2))
+    scattered = held_during_backward(lambda model: model.set_requires_all_reduce(False), mesh=(2, 2))
+    nothing = held_during_backward(lambda model: model.set_requires_gradient_sync(False), mesh=(2, 2))
+    assert (scattered - plain, nothing - plain) == (full // 2, full)
+    last = held_during_backward(
+        lambda model: model.set_requires_all_reduce(False),
+        lambda model: model.set_requires_all_reduce(True),
+        mesh=(2, 2),
+    )
+    assert last == scattered
+    both = held_during_backward(
+        lambda model: model.set_requires_all_reduce(False),
+        lambda model: model.set_requires_gradient_sync(False),
+        lambda model: model.set_requires_gradient_sync(True),
+        mesh=(2, 2),
+    )
+    assert both == nothing
+
+
+def test_a_working_copy_and_the_gradients_that_wait_beside_it():
+    """Half of each for two neighbours; full gradients once a forward has left one."""
+    full = 64 * 64 * 4
+
+    def two_neighbours(model):
+        model.set_reshard_after_backward(2)
+        model.set_requires_all_reduce(False)
+
+    plain = held_during_backward(lambda _: None, mesh=(4,))
+    assert held_during_backward(two_neighbours, mesh=(4,)) == plain + full // 2 + full // 2
+
+    def nothing_reduced(model):
+        two_neighbours(model)
+        model.set_requires_gradient_sync(False)
+
+    def last(model):
+        model.set_reshard_after_backward(True)
+        model.set_requires_gradient_sync(True)
+
+    assert held_during_backward(nothing_reduced, last, mesh=(4,)) == plain + full // 2 + full
+
+
+def test_a_flag_that_no_forward_has_used_changes_no_code():
+    """Replicas that reduce over their shards: pending gradients stay as small as they are."""
+    with fake_group(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh)
+        model.set_requires_all_reduce(False)
+        texts = [read.read_spec.reduce for read in model._fsdp_unit.parameters]
+        with model.no_sync():
+            pass
+        assert [read.read_spec.reduce for read in model._fsdp_unit.parameters] == texts
+        assert texts == ["float32 avg scatter waiting parts"]
+
+
 @pytest.mark.more
 def test_without_a_budget_the_peak_is_fsdp2s_or_two_units_above_the_least():
     plain = planned(bucket="parameter", overlap=False), planned(bucket="module")
@@ -51,6 +123,31 @@ def test_a_budget_between_the_bound_and_the_default_is_kept():
     graphs = planned(memory_budget=budget)
     assert all(graph.simulation.peak <= budget for graph in graphs)
     assert all(graph.budget == budget for graph in graphs)
+
+
+@pytest.mark.parametrize("reshard", [True, 2])
+def test_a_way_to_cut_is_judged_by_the_tasks_that_its_graphs_have(reshard):
+    """Also if backward gathers over fewer ranks, from parts that forward leaves."""
+    seen = []
+
+    def tasks_of(*given):
+        seen.append(original(*given))
+        return seen[-1]
+
+    def graphs(**options):
+        with fake_group(4):
+            model = shard(small(dim=64, blocks=3), fully_shard, reshard_after_forward=reshard)
+            compiled(model, **options)(batch(0, 0, size=SIZE)[0]).sum().backward()
+            return explain(model).graphs
+
+    def figures(tasks):
+        return tasks.persistent, tasks.segments, [(task.size, task.channel) for task in tasks.all_collectives]
+
+    peak = max(graph.simulation.peak for graph in graphs())
+    original = ways_to_cut._tasks_of
+    with mock.patch.object(ways_to_cut, "_tasks_of", tasks_of):
+        planned = graphs(memory_budget=int(0.9 * peak))
+    assert [figures(graph.tasks) for graph in planned] in [[figures(tasks) for tasks in both] for both in seen]
 
 
 def test_a_budget_below_the_bound_is_an_error_that_gives_it():

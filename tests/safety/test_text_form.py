@@ -20,6 +20,10 @@ reductions = st.builds(
     sync=st.sampled_from(GradSync),
     adds_accumulated=st.booleans(),
     codec=codecs,
+    error_feedback=st.booleans(),
+    any_dtype=st.booleans(),
+    within=st.sampled_from([None, (8, 3)]),
+    pending_in_parts=st.booleans(),
 )
 
 

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from compiled_fsdp.compat.modules import fake_store
-from compiled_fsdp.compiler.preview import plans_under_budgets
+from compiled_fsdp.compiler.preview import Plan, plans_under_budgets
 from compiled_fsdp.passes.context import ForBackward
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.reporting.report import GraphReport
+from compiled_fsdp.tools.cli.microbatches import Microbatches, microbatches_of
 from compiled_fsdp.tools.cli.parallel import PRECISIONS, mesh_of, shard
 from compiled_fsdp.tools.cli.setting import NotPlannable, Setting, model_of, name_of, one_line, shape_of
 from compiled_fsdp.tools.timeline import GraphTimeline, Timeline, of_report
@@ -43,7 +44,7 @@ class GraphEstimate:
     Times are seconds, sizes are bytes on one rank.
 
     Attributes:
-        name: "forward" or "backward".
+        name: "forward" or "backward"; with "first", "middle" or "last" before it if microbatches differ.
         compute_s: of compute alone.
         comm_s: of all collectives of compiled_fsdp on their links.
         step_s: planned, for the whole graph.
@@ -57,6 +58,7 @@ class GraphEstimate:
         budget_bytes: None for no limit.
         timeline: the plan in time.
         for_backward: of a forward under a budget: what it leaves for backward.
+        count: how often a step runs it.
     """
 
     name: str
@@ -72,11 +74,14 @@ class GraphEstimate:
     budget_bytes: float | None
     timeline: GraphTimeline
     for_backward: ForBackward | None = None
+    count: int = 1
 
     @staticmethod
-    def of(report: GraphReport) -> GraphEstimate:
-        """Make the estimate of a planned graph."""
-        tasks, simulation, timeline = report.tasks, report.simulation, of_report(report)
+    def of(report: GraphReport, microbatches: Microbatches) -> GraphEstimate:
+        """Make the estimate of a planned graph of some microbatches."""
+        name = f"{microbatches.name} {report.phase}".strip()
+        times = f"{microbatches.count} x {name}" if microbatches.count > 1 else name
+        tasks, simulation, timeline = report.tasks, report.simulation, of_report(report, times)
         assert tasks is not None
         assert simulation is not None
         assert timeline is not None
@@ -84,7 +89,7 @@ class GraphEstimate:
         kept = sum(task.size.full for task in tasks.gathers if task.last == tasks.end)
         sent = [(task.size.sent, tasks.channels[task.channel].sent) for task in tasks.all_collectives]
         return GraphEstimate(
-            report.phase,
+            name,
             tasks.seconds_before[-1],
             sum(timing.end - timing.start for timing in simulation.timings),
             simulation.seconds,
@@ -97,6 +102,7 @@ class GraphEstimate:
             report.budget,
             timeline,
             report.for_backward,
+            microbatches.count,
         )
 
 
@@ -105,10 +111,10 @@ class Estimate:
     """A planned step.
 
     Attributes:
-        graphs: forward and backward.
+        graphs: forward and backward; of each kind of microbatch, if they differ.
         parameters: how many elements the model's parameters have.
         optimizer_s: seconds of AdamW's step on this rank's shards.
-        tokens: of this rank's batch; if ranks have a batch together, this rank's share of it.
+        tokens: of this rank's microbatches; if ranks have a batch together, this rank's share of it.
         flops: of these tokens, without recomputation for checkpointing; None if they are not known.
         peak_flops: the device's peak, FLOP/s; None if it is not known.
         world_size: how many ranks there are.
@@ -126,28 +132,29 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        """Seconds of forward, backward and optimizer."""
-        return sum(graph.step_s for graph in self.graphs) + self.optimizer_s
+        """Seconds of all forwards and backwards, and of the optimizer."""
+        return sum(graph.count * graph.step_s for graph in self.graphs) + self.optimizer_s
 
     @property
     def bound_s(self) -> float:
         """Seconds of the same with each graph at its lower bound."""
-        return sum(graph.lower_bound_s for graph in self.graphs) + self.optimizer_s
+        return sum(graph.count * graph.lower_bound_s for graph in self.graphs) + self.optimizer_s
 
     @property
     def exposed_s(self) -> float:
         """Seconds that compute waits for communication."""
-        return sum(graph.exposed_s for graph in self.graphs)
+        return sum(graph.count * graph.exposed_s for graph in self.graphs)
 
     @property
     def for_backward(self) -> ForBackward | None:
         """What forward leaves for backward; None without a budget."""
-        return next((graph.for_backward for graph in self.graphs if graph.for_backward is not None), None)
+        found = [graph.for_backward for graph in self.graphs if graph.for_backward is not None]
+        return max(found, key=lambda one: one.is_cut, default=None)  # of microbatches that differ, one that is cut
 
     @property
     def hidden(self) -> float:
         """The share of communication that compute hides; 1 without communication."""
-        total = sum(graph.comm_s for graph in self.graphs)
+        total = sum(graph.count * graph.comm_s for graph in self.graphs)
         return 1 - self.exposed_s / total if total else 1.0
 
     @property
@@ -163,8 +170,8 @@ class Estimate:
     @property
     def sent_bytes(self) -> tuple[float, float]:
         """Bytes that a rank sends for compiled_fsdp's collectives inside its node, and to other nodes."""
-        inside, between = zip(*(graph.sent_bytes for graph in self.graphs), strict=True)
-        return sum(inside), sum(between)
+        inside, between = (sum(graph.count * graph.sent_bytes[i] for graph in self.graphs) for i in (0, 1))
+        return inside, between
 
     @property
     def tokens_per_second(self) -> float:
@@ -227,7 +234,8 @@ def estimates(setting: Setting, budgets: Sequence[float | None]) -> list[Estimat
             f"--replicate {setting.replicate} times --tensor-parallel {setting.tensor_parallel} does not divide "
             f"--world-size {setting.world_size}."
         )
-    tokens = setting.batch * setting.sequence / setting.tensor_parallel
+    kinds = microbatches_of(setting)
+    tokens = setting.microbatches * setting.batch * setting.sequence / setting.tensor_parallel
     with _among_fake_ranks(setting.world_size):
         mesh = mesh_of(setting.replicate, shards, setting.tensor_parallel)
         model, args = model_of(setting, mesh["tensor"])
@@ -239,15 +247,25 @@ def estimates(setting: Setting, budgets: Sequence[float | None]) -> list[Estimat
         flops = None
         if shape is not None:
             flops = shape.flops_per_token(model, setting.sequence) * tokens
+        captured: list[tuple[Microbatches, list[Plan]]] = []
         try:
             shard(model, mesh, setting.precision, setting.reshard_after_forward, setting.wire)
-            plans, breaks = plans_under_budgets(model, args, options=_options(setting), budgets=budgets)
+            for kind in kinds:
+                kind.prepare(model, setting)
+                plans, breaks = plans_under_budgets(model, args, options=_options(setting), budgets=budgets)
+                if breaks:
+                    break
+                captured.append((kind, plans))
         except Exception as error:  # the model may raise anything
             raise NotPlannable(f"{name_of(setting)} cannot be sharded and captured: {one_line(error)}") from error
         if breaks:
             reason, where = breaks[0]
             raise NotPlannable(f"the model's graph breaks, and only a whole graph can be planned: {reason}, at {where}")
-        found = [plan if isinstance(plan, OverBudget) else _graphs_of(plan, setting) for plan in plans]
+        found: list[list[GraphEstimate] | OverBudget] = [[] for _ in budgets]
+        for kind, plans in captured:
+            found = [_with(before, plan, kind) for before, plan in zip(found, plans, strict=True)]
+    if [] in found:
+        raise NotPlannable(f"{name_of(setting)} has no graph with collectives: is --world-size 1?")
     elements = math.ceil(parameters / shards / setting.tensor_parallel)
     step = functools.partial(
         Estimate,
@@ -259,14 +277,19 @@ def estimates(setting: Setting, budgets: Sequence[float | None]) -> list[Estimat
         world_size=setting.world_size,
         hardware=setting.hardware.name,
     )
-    return [plan if isinstance(plan, OverBudget) else step(plan) for plan in found]
+    return [plan if isinstance(plan, OverBudget) else step(tuple(plan)) for plan in found]
 
 
-def _graphs_of(reports: Sequence[GraphReport], setting: Setting) -> tuple[GraphEstimate, ...]:
-    graphs = tuple(GraphEstimate.of(report) for report in reports if report.tasks and report.simulation)
-    if not graphs:
-        raise NotPlannable(f"{name_of(setting)} has no graph with collectives: is --world-size 1?")
-    return graphs
+def _with(
+    before: list[GraphEstimate] | OverBudget, plan: Plan, microbatches: Microbatches
+) -> list[GraphEstimate] | OverBudget:
+    """Add the graphs of some microbatches to those of others; if some do not fit, the error of those that need most."""
+    errors = [one for one in (before, plan) if isinstance(one, OverBudget)]
+    if errors:
+        return max(errors, key=lambda error: error.least)
+    assert not isinstance(before, OverBudget)
+    assert not isinstance(plan, OverBudget)
+    return before + [GraphEstimate.of(report, microbatches) for report in plan if report.tasks and report.simulation]
 
 
 def _options(setting: Setting) -> dict[str, Any]:

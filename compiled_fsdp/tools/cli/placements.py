@@ -10,6 +10,7 @@ from rich.table import Table
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.tools.cli.attempts import Attempts
 from compiled_fsdp.tools.cli.estimate import Estimate
+from compiled_fsdp.tools.cli.parallel import wire_policy
 from compiled_fsdp.tools.cli.setting import Setting
 from compiled_fsdp.tools.words import megabytes
 
@@ -19,25 +20,31 @@ class Placement:
     """A placement of a model's parameters.
 
     Attributes:
-        name: "FSDP", "HSDP" or "replicate", and how long full parameters are kept.
+        name: "FSDP", "HFSDP", "HSDP" or "replicate", and how long full parameters are kept.
         replicate: how many groups of ranks hold the same shards.
-        reshard_after_forward: as ``Setting`` has it.
+        reshard_after_forward, working_copy: as ``Setting`` has them.
     """
 
     name: str
     replicate: int
     reshard_after_forward: bool | int | str
+    working_copy: int = 0
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Its place in a table: by replicas, and then by how much stays unsharded."""
-        return self.replicate, {True: 0, "auto": 2, False: 3}.get(self.reshard_after_forward, 1)
+        kept = {True: 0, "auto": 2, False: 3}.get(self.reshard_after_forward, 1)
+        return self.replicate, self.working_copy, kept
 
     @property
     def options(self) -> str:
         """The options of ``compiled-fsdp plan`` that plan it alone; "" for the defaults."""
         reshard = f"--reshard-after-forward {str(self.reshard_after_forward).lower()}"
-        given = {f"--replicate {self.replicate}": self.replicate > 1, reshard: self.reshard_after_forward is not True}
+        given = {
+            f"--replicate {self.replicate}": self.replicate > 1,
+            reshard: self.reshard_after_forward is not True,
+            f"--working-copy {self.working_copy}": self.working_copy > 0,
+        }
         return " ".join(option for option, is_given in given.items() if is_given)
 
 
@@ -66,7 +73,10 @@ class Row:
 
 
 def placements_of(setting: Setting) -> list[Placement]:
-    """The placements over the ranks of a setting; those within nodes only if the ranks fill several whole nodes."""
+    """The placements over the ranks of a setting; those within nodes only if the ranks fill several whole nodes.
+
+    A working copy is among them if there are several microbatches over which it stays, and gradients are not encoded.
+    """
     data = setting.world_size // setting.tensor_parallel
     node = setting.hardware.ranks_per_node // setting.tensor_parallel
     out = [Placement("FSDP", 1, True), Placement("FSDP, kept", 1, False)]
@@ -76,6 +86,8 @@ def placements_of(setting: Setting) -> list[Placement]:
             Placement("HSDP", data // node, True),
             Placement("HSDP, kept", data // node, False),
         ]
+        if setting.microbatches > 1 and wire_policy(setting.wire).reduce is None:
+            out.append(Placement("HFSDP", 1, True, working_copy=node))
     return [*out, Placement("replicate", data, True)]
 
 
@@ -111,7 +123,13 @@ def compare(setting: Setting, budgets: Iterable[float], planned: Attempts) -> li
 
 def _rows(asked: Sequence[tuple[Placement, float | None]], setting: Setting, planned: Attempts) -> list[Row]:
     settings = [
-        replace(setting, replicate=of.replicate, reshard_after_forward=of.reshard_after_forward, budget=budget)
+        replace(
+            setting,
+            replicate=of.replicate,
+            reshard_after_forward=of.reshard_after_forward,
+            working_copy=of.working_copy,
+            budget=budget,
+        )
         for of, budget in asked
     ]
     found = planned(settings)

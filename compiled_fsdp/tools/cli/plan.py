@@ -22,7 +22,7 @@ from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.tools.cli import budgets
 from compiled_fsdp.tools.cli.attempts import attempts
-from compiled_fsdp.tools.cli.estimate import Estimate
+from compiled_fsdp.tools.cli.estimate import Estimate, GraphEstimate
 from compiled_fsdp.tools.cli.hardware import find
 from compiled_fsdp.tools.cli.parallel import PRECISIONS, wire_policy
 from compiled_fsdp.tools.cli.placements import Row, advice_of, compare, quickest
@@ -125,8 +125,16 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
     type=Several("sequences", _count),
     default="1",
     show_default=True,
-    help="Sequences on each rank, in each step. Give several to compare them: 1,2,4.",
+    help="Sequences of a microbatch on each rank. Give several to compare them: 1,2,4.",
 )
+@click.option(
+    "--microbatches", type=click.IntRange(1), default=1, show_default=True,
+    help="Microbatches of a step. Replicas and working copies reduce between nodes in the last one.",
+)  # fmt: skip
+@click.option(
+    "--working-copy", type=click.IntRange(0), default=0, show_default=True,
+    help="Neighbouring ranks that hold a copy of the parameters over the microbatches (HFSDP).",
+)  # fmt: skip
 @click.option("--seq", type=click.IntRange(1), default=4096, show_default=True, help="Tokens of a sequence.")
 @click.option(
     "--precision",
@@ -187,9 +195,9 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
 )
 def plan(
     model: str, inputs: str, world_size: Sequence[int], replicate: int, tensor_parallel: int, hardware: Hardware,
-    batch: Sequence[int], seq: int, precision: str, reshard_after_forward: str, checkpointing: str,
-    budget: Sequence[float | None], curve: Path | None, placements: bool, fit: str | None, wire: Sequence[str],
-    transport: str, jobs: int, json_file: Path | None, timeline: Path | None,
+    batch: Sequence[int], microbatches: int, working_copy: int, seq: int, precision: str, reshard_after_forward: str,
+    checkpointing: str, budget: Sequence[float | None], curve: Path | None, placements: bool, fit: str | None,
+    wire: Sequence[str], transport: str, jobs: int, json_file: Path | None, timeline: Path | None,
 ) -> None:  # fmt: skip
     """Plan a training step for ranks that you do not have: time, tokens per second, MFU, exposed communication, memory.
 
@@ -209,6 +217,8 @@ def plan(
         checkpointing,
         None,
         transport=transport,
+        microbatches=microbatches,
+        working_copy=working_copy,
     )
     settings = [
         replace(
@@ -233,11 +243,13 @@ def plan(
     if curve is not None and (curve.suffix != ".html" or not _has_plotly()):
         raise click.UsageError("--curve draws a page: give FILE.html, and install plotly (pip install plotly).")
     if placements and (
-        len(settings) > len(budget) or replicate > 1 or reshard_after_forward != "true" or curve or fit or timeline
+        len(settings) > len(budget)
+        or (replicate, working_copy, reshard_after_forward) != (1, 0, "true")
+        or (curve or fit or timeline)
     ):
         raise click.UsageError(
-            "--placements compares values of --replicate and --reshard-after-forward: leave them out, and --curve, "
-            "--fit and --timeline, too, and give one value of each option but --budget."
+            "--placements compares values of --replicate, --working-copy and --reshard-after-forward: leave them out, "
+            "and --curve, --fit and --timeline, too, and give one value of each option but --budget."
         )
     console, bar = Console(), Console(stderr=True)
     if not console.is_terminal:
@@ -322,7 +334,7 @@ def _step(setting: Setting, e: Estimate) -> Table:
     table = Table(show_header=False, box=None)
     rows = {
         "step": f"{1e3 * e.step_s:,.1f} ms: "
-        + ", ".join(f"{graph.name} {1e3 * graph.step_s:,.1f}" for graph in e.graphs)
+        + ", ".join(f"{_times(graph)} {1e3 * graph.step_s:,.1f}" for graph in e.graphs)
         + f", AdamW {1e3 * e.optimizer_s:,.1f}",
         "no plan is quicker than": f"{1e3 * e.bound_s:,.1f} ms",
         "tokens a second": f"{e.tokens_per_second:,.0f} on each rank, "
@@ -338,6 +350,10 @@ def _step(setting: Setting, e: Estimate) -> Table:
     for name, text in rows.items():
         table.add_row(name, text)
     return table
+
+
+def _times(graph: GraphEstimate) -> str:
+    return graph.name if graph.count == 1 else f"{graph.count} x {graph.name}"
 
 
 def _launches(tasks: Sequence[Any]) -> int:

@@ -30,7 +30,8 @@ class Setting:
         replicate: how many groups of ranks hold the same shards (HSDP).
         tensor_parallel: how many ranks split each layer between them; they are neighbours.
         hardware: the hardware to plan for.
-        batch: sequences on each rank; with tensor parallelism, the sequences of ``tensor_parallel`` ranks together.
+        batch: sequences of a microbatch on each rank; with tensor parallelism, those of ``tensor_parallel`` ranks
+            together.
         sequence: tokens of a sequence.
         precision: a key of ``PRECISIONS``.
         reshard_after_forward: as ``fully_shard`` takes it, or "auto".
@@ -39,6 +40,9 @@ class Setting:
         wire: the codecs of gathers and reductions, as ``wire_policy`` reads them.
         transport: the option ``transport``.
         options: further options of the backend, for example ``(("bucket", "module"),)``.
+        microbatches: how many microbatches a step has.
+        working_copy: how many neighbouring ranks hold a working copy of the parameters over the microbatches (HFSDP); 0
+            for none.
     """
 
     model: str | Shape
@@ -56,6 +60,8 @@ class Setting:
     wire: str = "none"
     transport: str = "backend"
     options: tuple[tuple[str, Any], ...] = ()
+    microbatches: int = 1
+    working_copy: int = 0
 
 
 class NotPlannable(ValueError):
