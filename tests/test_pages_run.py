@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from compiled_fsdp.passes.cost import Hardware
 from tests.test_docs import ROOT, output_of, save_program
 
 
@@ -195,7 +196,10 @@ def test_the_page_of_profiles_runs(tmp_path):
 def test_the_plan_of_a_model_of_the_page(tmp_path):
     """docs/planning.md: the reader's own model by its command."""
     text = (ROOT / "docs/planning.md").read_text()
-    (model,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    model, profile = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "slow_network.py").write_text(profile)
+    output_of("slow_network.py", folder=tmp_path)
+    assert Hardware.from_json((tmp_path / "slow.json").read_text()).name == "slow"
     (tmp_path / "my_model.py").write_text(model)
     commands = re.findall(
         r"^compiled-fsdp (plan --model my_model:(?:[^\n]*\\\n)?[^\n]*)\n```\n\n```text\n(.*?)^```",
