@@ -51,7 +51,8 @@ class Accumulation:
     sync: GradSync = GradSync.ALL
     # Whether the user has ever turned off (a part of) the reduction, so that gradients may be pending.
     enabled: bool = False
-    # Whether a forward has run whose gradients are not reduced at all, so that a full one may be pending.
+    # Whether the user has ever turned all of the reduction off, so that a full gradient may be pending. Which forwards
+    # have run does not count, because ranks may run different numbers of them.
     in_full: bool = False
     # How many neighbouring ranks reduce the gradients of each backward together, before the last one reduces their sum
     # over the other ranks (``set_requires_all_reduce`` with a working copy); 0: none.
@@ -424,6 +425,11 @@ class Unit:
         begins = changes or (accumulation.sync is not GradSync.ALL and not accumulation.enabled)
         if begins:
             accumulation.enabled = True
+        has_been_full, accumulation.in_full = (
+            accumulation.in_full,
+            accumulation.in_full or accumulation.sync is GradSync.NONE,
+        )
+        if begins or accumulation.in_full != has_been_full:
             self.apply_reductions()
         self.apply_texts()
         return begins
@@ -448,7 +454,7 @@ class Unit:
     def pends_in_parts(self, parameter: ShardedParameter) -> bool:
         """Whether all pending gradients of a parameter are reduced over some ranks, each of which has its part."""
         has_two_reductions = bool(self.accumulation.within) or parameter.group.replicate_group is not None
-        return has_two_reductions and not self.accumulation.in_full
+        return parameter.world > 1 and has_two_reductions and not self.accumulation.in_full
 
     def note_past_forwards(self) -> None:
         """Note for each unit of the model whether past forwards leave pending gradients, perhaps in a later backward.
@@ -463,9 +469,6 @@ class Unit:
         for unit in (root, *root.inner_units):
             if unit.accumulation.sync is not GradSync.ALL:
                 unit.accumulation.pending = True
-                if unit.accumulation.sync is GradSync.NONE and not unit.accumulation.in_full:
-                    unit.accumulation.in_full = True
-                    unit.apply_reductions()
             elif not unit.accumulation.adds:
                 unit.accumulation.has_plain_code = True
 

@@ -93,17 +93,17 @@ def test_a_working_copy_and_the_gradients_that_wait_beside_it():
     assert held_during_backward(nothing_reduced, last, mesh=(4,)) == plain + full // 2 + full
 
 
-def test_a_flag_that_no_forward_has_used_changes_no_code():
-    """Replicas that reduce over their shards: pending gradients stay as small as they are."""
+def test_ranks_that_run_no_forward_have_the_same_text():
+    """What counts is the flags that were set, because ranks may run different numbers of microbatches."""
     with fake_group(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh)
+        (parameter,) = model._fsdp_unit.parameters
         model.set_requires_all_reduce(False)
-        texts = [read.read_spec.reduce for read in model._fsdp_unit.parameters]
+        assert parameter.read_spec.reduce == "float32 avg scatter waiting parts"
         with model.no_sync():
             pass
-        assert [read.read_spec.reduce for read in model._fsdp_unit.parameters] == texts
-        assert texts == ["float32 avg scatter waiting parts"]
+        assert parameter.read_spec.reduce == "float32 avg scatter waiting"
 
 
 @pytest.mark.more
