@@ -22,13 +22,13 @@ import torch
 from bench.tables import table
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.tools.cli.budgets import TOO_LITTLE
 from compiled_fsdp.tools.cli.estimate import Estimate, estimate, estimates
 from compiled_fsdp.tools.cli.setting import Setting
 from compiled_fsdp.tools.cli.shapes import CHECKPOINTING, SHAPES
 
 SHARES = (0.7, 0.4)
 """Values of torch's activation_memory_budget."""
-_TOO_LITTLE = 1e3  # bytes, for which no model has a plan
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def rows(setting: Setting) -> Iterator[tuple[str, Estimate]]:
         other = plan()
         peaks[f"the memory of {name}"] = other.peak_bytes
         yield name, other
-    yield from _within(setting, peaks | {"least": _TOO_LITTLE})
+    yield from _within(setting, peaks | {"least": TOO_LITTLE})
 
 
 def within_shares(setting: Setting, shares: Sequence[float]) -> Iterator[tuple[str, Estimate]]:

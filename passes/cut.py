@@ -68,7 +68,7 @@ def cut(ways: WaysToCut, ctx: PassContext, agree: Callable[[str, Callable[[], An
     ctx.for_backward = search.for_backward(way, kept)
     if way != Way():
         log.info("memory_budget: for backward: %s", ctx.for_backward)
-    return copy_of(chosen.halves[0]), copy_of(chosen.halves[1])
+    return copy_of(chosen.halves[0]), copy_of(chosen.halves[1])  # ``ways`` keeps its own for other budgets
 
 
 class _Search:

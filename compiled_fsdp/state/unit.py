@@ -423,13 +423,10 @@ class Unit:
         else:
             accumulation.sync = GradSync.ALL if self.reduces else GradSync.SHARDS_ONLY
         begins = changes or (accumulation.sync is not GradSync.ALL and not accumulation.enabled)
-        if begins:
-            accumulation.enabled = True
-        has_been_full, accumulation.in_full = (
-            accumulation.in_full,
-            accumulation.in_full or accumulation.sync is GradSync.NONE,
-        )
-        if begins or accumulation.in_full != has_been_full:
+        becomes_full = accumulation.sync is GradSync.NONE and not accumulation.in_full
+        accumulation.enabled |= begins
+        accumulation.in_full |= becomes_full
+        if begins or becomes_full:
             self.apply_reductions()
         self.apply_texts()
         return begins

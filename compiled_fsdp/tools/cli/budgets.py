@@ -14,7 +14,8 @@ from compiled_fsdp.tools.cli.setting import Setting
 
 POINTS = 9
 """How many budgets a curve has, from the least that fits to the memory of the plan without a budget."""
-_TOO_LITTLE = 1e3  # bytes, for which no model has a plan
+TOO_LITTLE = 1e3
+"""Bytes for which no model has a plan, so that the error says how much is enough."""
 _ENOUGH = 1.001  # a plan's own peak as a budget, with room for what it rounds
 
 
@@ -25,10 +26,10 @@ def curve(setting: Setting, planned: Attempts) -> list[tuple[Setting, Estimate]]
         setting: the step; its budget is ignored.
         planned: plans the settings that it is given.
     """
-    unlimited, too_little = (replace(setting, budget=budget) for budget in (None, _TOO_LITTLE))
+    unlimited, too_little = (replace(setting, budget=budget) for budget in (None, TOO_LITTLE))
     free, error = planned([unlimited, too_little])
     assert isinstance(free, Estimate), "no budget, but a plan that does not fit"
-    assert isinstance(error, OverBudget), f"a plan for {_TOO_LITTLE:.0f} bytes"
+    assert isinstance(error, OverBudget), f"a plan for {TOO_LITTLE:.0f} bytes"
     least, most = error.least, _ENOUGH * free.peak_bytes
     budgets = [float(round(least + (most - least) * i / (POINTS - 1))) for i in range(POINTS - 1)]
     settings = [replace(setting, budget=budget) for budget in budgets]

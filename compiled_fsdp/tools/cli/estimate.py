@@ -56,7 +56,7 @@ class GraphEstimate:
             parameters that are kept for backward.
         sent_bytes: that a rank sends for compiled_fsdp's collectives inside its node, and to other nodes.
         budget_bytes: None for no limit.
-        timeline: the plan in time.
+        timeline: the plan in time; its name has the count, too: "4 x forward".
         for_backward: of a forward under a budget: what it leaves for backward.
         count: how often a step runs it.
     """

@@ -22,7 +22,7 @@ from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.tools.cli import budgets
 from compiled_fsdp.tools.cli.attempts import attempts
-from compiled_fsdp.tools.cli.estimate import Estimate, GraphEstimate
+from compiled_fsdp.tools.cli.estimate import Estimate
 from compiled_fsdp.tools.cli.hardware import find
 from compiled_fsdp.tools.cli.parallel import PRECISIONS, wire_policy
 from compiled_fsdp.tools.cli.placements import Row, advice_of, compare, quickest
@@ -334,7 +334,7 @@ def _step(setting: Setting, e: Estimate) -> Table:
     table = Table(show_header=False, box=None)
     rows = {
         "step": f"{1e3 * e.step_s:,.1f} ms: "
-        + ", ".join(f"{_times(graph)} {1e3 * graph.step_s:,.1f}" for graph in e.graphs)
+        + ", ".join(f"{graph.timeline.name} {1e3 * graph.step_s:,.1f}" for graph in e.graphs)
         + f", AdamW {1e3 * e.optimizer_s:,.1f}",
         "no plan is quicker than": f"{1e3 * e.bound_s:,.1f} ms",
         "tokens a second": f"{e.tokens_per_second:,.0f} on each rank, "
@@ -350,10 +350,6 @@ def _step(setting: Setting, e: Estimate) -> Table:
     for name, text in rows.items():
         table.add_row(name, text)
     return table
-
-
-def _times(graph: GraphEstimate) -> str:
-    return graph.name if graph.count == 1 else f"{graph.count} x {graph.name}"
 
 
 def _launches(tasks: Sequence[Any]) -> int:
